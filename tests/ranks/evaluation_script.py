@@ -1,5 +1,5 @@
-"""A training script with batch norms. It evaluates at its end and, with ``look``, also before its first step and after
-each step. Each rank writes the result of the last evaluation to a file."""
+"""A training script with batch norms that evaluates at its end and, with ``each-step``, also before the first step and
+after each step. Each rank writes the result of the last evaluation to a file."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def build_model() -> nn.Module:
     )
 
 
-def main(look: bool) -> None:
+def main(each_step: bool) -> None:
     with ct.session() as session:
         model = session.parallelize(build_model())
         optimizer = session.optimizer(torch.optim.SGD, lr=0.1)
         data = session.loader(Points(64, 1), global_batch=16, micro_batch=4)
-        apart = Points(11, 2)
-        kw = {"metrics": ["accuracy"]}
-        if look:
-            session.evaluate(apart, F.cross_entropy, **kw)
+        validation = Points(11, 2)
+        options = {"metrics": ["accuracy"]}
+        if each_step:
+            session.evaluate(validation, F.cross_entropy, **options)
         for _ in session.steps(STEPS, {"model": model, "optimizer": optimizer, "data": data}):
-            done = session.train_step(next(data), F.cross_entropy, clip_norm=1.0)
-            session.log(loss=done.loss, grad_norm=done.grad_norm)
-            if look:
-                session.log(**session.evaluate(apart, F.cross_entropy, **kw))
-        result = session.evaluate(apart, F.cross_entropy, **kw)
+            result = session.train_step(next(data), F.cross_entropy, clip_norm=1.0)
+            session.log(loss=result.loss, grad_norm=result.grad_norm)
+            if each_step:
+                session.log(**session.evaluate(validation, F.cross_entropy, **options))
+        result = session.evaluate(validation, F.cross_entropy, **options)
         folder = Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
-        (folder / f"found-{session.rank}.json").write_text(json.dumps(result))
+        (folder / f"evaluation-{session.rank}.json").write_text(json.dumps(result))
 
 
-main("look" in sys.argv[1:])
+main("each-step" in sys.argv[1:])

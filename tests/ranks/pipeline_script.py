@@ -1,4 +1,4 @@
-"""A user's model in pipeline stages: named inputs, several targets, a loss that is a mean."""
+"""A training script with a custom model in pipeline stages: named inputs, several targets, and a mean loss."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import clustertrain as ct
 
 
 class Tower(nn.Module):
-    """Model with a buffer outside its units, and buffers in one unit that each forward pass changes."""
+    """Model with a buffer outside its units, and a unit with buffers that each forward pass changes."""
 
     pipeline_units: ClassVar[Any] = ("enter", "trunk.0", "trunk.1", ("leave", "weigh"))
 
     def __init__(self) -> None:
         super().__init__()
         self.enter: nn.Module | None = nn.Linear(6, 8)
-        self.trunk = nn.ModuleList([Counting(8), nn.BatchNorm1d(8)])
+        self.trunk = nn.ModuleList([CallCounter(8), nn.BatchNorm1d(8)])
         self.leave: nn.Module | None = nn.Linear(8, 3)
         self.weigh: nn.Module | None = nn.Linear(3, 3)
         self.register_buffer("offset", torch.full((8,), 0.5))
@@ -32,7 +32,7 @@ class Tower(nn.Module):
         return self.weigh(self.leave(x)) if self.leave is not None and self.weigh is not None else x
 
 
-class Counting(nn.Linear):
+class CallCounter(nn.Linear):
     def __init__(self, size: int) -> None:
         super().__init__(size, size)
         self.calls = 0
@@ -53,9 +53,9 @@ class Samples:
         return 64
 
     def __getitem__(self, i: int) -> Any:
-        draw = torch.Generator().manual_seed(i)
-        inputs = {"x": torch.randn(6, generator=draw), "shift": torch.full((6,), 0.1)}
-        return inputs, (torch.randn(3, generator=draw), torch.ones(1))
+        rng = torch.Generator().manual_seed(i)
+        inputs = {"x": torch.randn(6, generator=rng), "shift": torch.full((6,), 0.1)}
+        return inputs, (torch.randn(3, generator=rng), torch.ones(1))
 
 
 def loss_fn(output: torch.Tensor, target: Any) -> torch.Tensor:
@@ -69,6 +69,6 @@ with ct.session() as session:
     data = session.loader(Samples(), global_batch=8, micro_batch=2)
     state = {"model": model, "optimizer": optimizer, "data": data}
     for _ in session.steps(int(sys.argv[1]), state, checkpoint_every=2):
-        done = session.train_step(next(data), loss_fn, clip_norm=1.0)
+        result = session.train_step(next(data), loss_fn, clip_norm=1.0)
         batches = dict(model.named_buffers()).get("trunk.1.num_batches_tracked", torch.zeros(()))
-        session.log(loss=done.loss, grad_norm=done.grad_norm, batches=int(batches))
+        session.log(loss=result.loss, grad_norm=result.grad_norm, batches=int(batches))

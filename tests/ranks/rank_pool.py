@@ -1,4 +1,4 @@
-"""Real ranks for tests, forked from a process that has imported torch, with the environment that an agent sets.
+"""Real ranks for tests, forked from a process that has imported torch, with the environment that the node agent sets.
 
 A fork takes 0.1 s where a new process takes several on busy cores. The fork server has run no torch operation, so no
 thread of OpenMP or autograd is lost in the fork.
@@ -63,8 +63,8 @@ def write_plan(
     """
     layout = layout_of(strategy, ranks)
     if micro_batch is None:
-        per_chunk, rest = divmod(global_batch, layout.data_parallel * layout.pp * 2)
-        micro_batch = 1 if rest else per_chunk
+        per_chunk, remainder = divmod(global_batch, layout.data_parallel * layout.pp * 2)
+        micro_batch = 1 if remainder else per_chunk
     batch = {
         "micro_batch": micro_batch,
         "grad_accum": global_batch // layout.data_parallel // micro_batch,
@@ -121,7 +121,7 @@ def make_run(
 
 
 class Ranks:
-    """One attempt's ranks on this machine."""
+    """The ranks of one attempt, as processes on this machine."""
 
     def __init__(
         self,
@@ -133,12 +133,12 @@ class Ranks:
         args: tuple[Any, ...] = (),
         argv: tuple[str, ...] = (),
     ) -> None:
-        """Start the ranks; each calls ``setup(*args)`` first, in which a test injects a fault."""
+        """Start the ranks; each first calls ``setup(*args)``, with which a test can inject a fault."""
         self.run, self.attempt = run, run.attempt(attempt)
         self.attempt.path.mkdir(parents=True, exist_ok=True)
         self.rank_dir = run.path.parent / f"ranks-{run.id}-{attempt}"
         self.rank_dir.mkdir()
-        # As with torchrun, the launcher holds the store, so no other process can take the port in between.
+        # As with torchrun, the launcher owns the store, so that no other process can take the port meanwhile.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "CLUSTERTRAIN_RUN_DIR": str(run.path),
@@ -160,24 +160,24 @@ class Ranks:
             process.start()
             self.processes.append(process)
 
-    def tell_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Request a stop, as the agent does on a warning."""
         (self.rank_dir / "stop").touch()
 
     def wait(self, timeout_s: float = 120.0) -> list[int]:
-        """Return the exit codes, by rank."""
+        """Wait for the ranks and return their exit codes; fail if one has not ended in time."""
         for process in self.processes:
             process.join(timeout_s)
-        hung = [r for r, p in enumerate(self.processes) if p.exitcode is None]
-        for rank in hung:
+        unfinished = [r for r, p in enumerate(self.processes) if p.exitcode is None]
+        for rank in unfinished:
             self.processes[rank].kill()
-        assert not hung, f"ranks {hung} hung:\n{self.logs()}"
+        assert not unfinished, f"ranks {unfinished} hung:\n{self.logs()}"
         return [int(p.exitcode or 0) for p in self.processes]
 
     def expect(self, *codes: int) -> Ranks:
-        got = self.wait()
-        expected = list(codes) * (len(got) if len(codes) == 1 else 1)
-        assert got == expected, f"exit codes {got}, expected {expected}\n{self.logs()}"
+        exit_codes = self.wait()
+        expected = list(codes) * (len(exit_codes) if len(codes) == 1 else 1)
+        assert exit_codes == expected, f"exit codes {exit_codes}, expected {expected}\n{self.logs()}"
         return self
 
     def logs(self) -> str:
@@ -203,7 +203,7 @@ class Ranks:
 def _start_rank(
     environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]
 ) -> None:
-    gc.freeze()  # otherwise the collector visits a million objects of torch and so copies their pages
+    gc.freeze()  # otherwise the collector would touch, and so copy, the pages of a million objects of torch
     os.environ.update(environ)
     # A child of the fork server would start its data workers through another fork server.
     multiprocessing.set_start_method("fork", force=True)
@@ -223,12 +223,14 @@ def digest(run: RunDir, step: int | None = None) -> str:
     return inspect.digest(inspect.find_checkpoint(run.checkpoints, step))
 
 
-_known: dict[str, str] = {}
+_digests: dict[str, str] = {}
 
 
 def undisturbed(submitted: Path, folder: Path) -> str:
-    """Return the final digest of a submitted run without disturbance: run its plan and code in ranks only, without
-    scheduler or agent. Recipes that differ only in when they save or are preempted run once.
+    """Return the final digest that a submitted run would have without disturbances.
+
+    Its plan and code run once in ranks only, without scheduler and agent. Recipes that differ only in their checkpoint
+    settings or preemption tests share the result.
 
     Args:
         submitted: the run's folder.
@@ -237,8 +239,8 @@ def undisturbed(submitted: Path, folder: Path) -> str:
     source = RunDir(submitted)
     spec, plan = load_spec(source), fsio.read_json(source.plan)
     recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec(), preemption_test=PreemptionTestSpec())
-    what = repr((recipe, spec.script, plan["layout"], plan["batch"]))
-    if what not in _known:
+    key = repr((recipe, spec.script, plan["layout"], plan["batch"]))
+    if key not in _digests:
         run = RunDir(folder)
         (run.path / "attempts").mkdir(parents=True)
         for file in (source.spec, source.plan):
@@ -246,8 +248,8 @@ def undisturbed(submitted: Path, folder: Path) -> str:
         if source.code.exists():
             shutil.copytree(source.code, run.code)
         Ranks(run, plan["world_size"]).expect(0)
-        _known[what] = digest(run)
-    return _known[what]
+        _digests[key] = digest(run)
+    return _digests[key]
 
 
 def touch_stop_at(step: int, only_rank: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Short runs with faults, each continued to its end: three rounds of ``make chaos-checkpoint``."""
+"""Three rounds of ``make chaos-checkpoint``: short runs with faults, each continued to its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLANS = [plan_of("317", number) for number in range(3)]
 
 
 def test_rounds_cover_all_kinds_of_faults() -> None:
-    """If this fails, the set of faults has changed: search for another seed."""
+    """If this fails because the set of faults has changed, choose another seed."""
     assert {f.kind for p in PLANS for f in p.faults} >= KINDS - {"local damage"}
     assert any(p.local for p in PLANS) and any(p.overlap for p in PLANS)
 

@@ -1,4 +1,4 @@
-"""torch.compile, block by block, and 8-bit matmuls: they change how a block is computed, not its result."""
+"""torch.compile per block and 8-bit matmuls: they change how a block is computed, and its result only by rounding."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ FSDP = Layout(strategy="fsdp", dp_shard=2, activation_checkpointing="selective")
 
 
 def losses(
-    folder: Path, layout: Layout, setup: Callable[[], None] | None = None, **more: Any
+    folder: Path, layout: Layout, setup: Callable[[], None] | None = None, **options: Any
 ) -> list[tuple[float, float]]:
-    run = make_run(folder, layout, layout.world_size, steps=4, **more)
+    run = make_run(folder, layout, layout.world_size, steps=4, **options)
     return list(Ranks(run, layout.world_size, setup=setup).expect(0).losses().values())
 
 
 def expect_compiled() -> None:
-    """Setup: fail the rank if the session ends without a compiled graph. The blocks share one graph, because they are
-    alike after an eager run."""
+    """Setup: fail the rank if the session ends without a compiled graph. All blocks may share one graph."""
     from torch._dynamo.utils import counters
     from torch._inductor import config
 

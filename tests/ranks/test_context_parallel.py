@@ -1,4 +1,4 @@
-"""Context parallel, alone and with shards and tensor parallel, computes the same as one process."""
+"""Context parallelism, alone and combined with other dimensions, matches one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clustertrain.plan.layout import Layout
 from tests.ranks.rank_pool import digest
 from tests.ranks.test_tensor_parallel import (
     Reference,
-    assert_equal_but_for_rounding,
+    assert_equal_up_to_rounding,
     reference,
     run_of,
     save_initial_values,
@@ -31,7 +31,7 @@ __all__ = ["reference"]
         (Layout(strategy="fsdp", dp_shard=2, cp=2, activation_checkpointing="full"), {"dropout": 0.2}),
         (Layout(strategy="ddp", dp_replicate=2, cp=2), {}),
     ],
-    ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
+    ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value) or "plain",
 )
 def test_layout_matches_one_process(
     tmp_path: Path, reference: Reference, layout: Layout, model: dict[str, Any]
@@ -39,7 +39,7 @@ def test_layout_matches_one_process(
     losses, single = reference(**model)
     run = run_of(tmp_path / "run", layout, model=model)
     ranks = start(run, layout, setup=save_initial_values).expect(0)
-    assert_equal_but_for_rounding(ranks.losses(), losses)
+    assert_equal_up_to_rounding(ranks.losses(), losses)
     assert digest(run, 1) == digest(single, 1), "the initial values depend on the layout"
     assert tensors(run) == tensors(single)
 

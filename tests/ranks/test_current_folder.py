@@ -1,4 +1,4 @@
-"""Commands called in a folder that another user has filled: no module from this folder is imported."""
+"""Commands in a folder with modules of another user: no module from this folder is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import clustertrain
 
 pytestmark = pytest.mark.ranks
-NAMES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecustomize", "usercustomize")
+MODULES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecustomize", "usercustomize")
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,17 @@ NAMES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecus
 def test_no_module_of_current_folder_is_imported(args: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()
-    for name in NAMES:
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'struck')!r}, 'a').write({name!r})\n")
+    for name in MODULES:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r})\n")
     (folder / "recipe.toml").write_text("[train]\nglobal_batch = 2\n")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "PYTHON"))}
     environ |= {"CLUSTERTRAIN_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     script = Path(sys.executable).with_name("clustertrain")
-    done = subprocess.run(
+    result = subprocess.run(
         [str(script), *args], cwd=folder, env=environ, text=True, capture_output=True, check=False, timeout=300
     )
-    assert not (tmp_path / "struck").exists(), (tmp_path / "struck").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_python_modules_start_through_python_module_argv() -> None:

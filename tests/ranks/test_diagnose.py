@@ -1,4 +1,4 @@
-"""``clustertrain diagnose`` on recipes with one fault each, and on a sound one."""
+"""``clustertrain diagnose`` on a sound recipe and on recipes with one fault each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY = (
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A short path: it becomes TMPDIR, where data workers create sockets."""
+    """Yield a short path: it becomes TMPDIR, where data workers create sockets."""
     with tempfile.TemporaryDirectory(prefix="diagnose-") as folder:
         yield Path(folder)
 
@@ -40,33 +40,33 @@ def environment(folder: Path) -> dict[str, str]:
     return {**environ, "CLUSTERTRAIN_HOME": home, "TMPDIR": tmp, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
-def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_diagnose(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*CLI, "diagnose", *words], cwd=folder, env=environment(folder), text=True, capture_output=True, check=False,
+        [*CLI, "diagnose", *args], cwd=folder, env=environment(folder), text=True, capture_output=True, check=False,
         timeout=300,
     )  # fmt: skip
 
 
-def call_json(folder: Path, *words: str) -> dict[str, Any]:
-    done = call(folder, *words, "--json")
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (1 if found["verdict"] == "fail" else 0), done.stderr
-    return found
+def call_json(folder: Path, *args: str) -> dict[str, Any]:
+    result = run_diagnose(folder, *args, "--json")
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert result.returncode == (1 if report["verdict"] == "fail" else 0), result.stderr
+    return report
 
 
 def left_no_files(folder: Path) -> bool:
     """Return whether the command left no files; torch keeps a cache for the next process."""
-    left = [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
-    return not left and not (folder / "home").exists()
+    remaining = [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
+    return not remaining and not (folder / "home").exists()
 
 
 def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
-    found = call_json(tmp_path, "all", str(RECIPES / "sound.toml"))
-    assert found["device"] == "cpu" and [c["check"] for c in found["checks"]] == list(CHECKS)
-    verdicts = {c["check"]: c["verdict"] for c in found["checks"]}
-    verdicts.pop("speed")  # unpredictable on a shared machine
-    assert set(verdicts.values()) == {"pass"}, found
-    evidence = {c["check"]: c["evidence"] for c in found["checks"]}
+    report = call_json(tmp_path, "all", str(RECIPES / "sound.toml"))
+    assert report["device"] == "cpu" and [c["check"] for c in report["checks"]] == list(CHECKS)
+    verdicts = {c["check"]: c["verdict"] for c in report["checks"]}
+    verdicts.pop("speed")  # depends on the load of the machine
+    assert set(verdicts.values()) == {"pass"}, report
+    evidence = {c["check"]: c["evidence"] for c in report["checks"]}
     assert evidence["resume"]["resumed_from_step"] == 3 < evidence["resume"]["killed_after_step"]
     assert evidence["resume"]["compared_steps"][:3] == [4, 5, 6] and evidence["resume"]["state_equal"]
     assert sum(evidence["speed"]["parts_s"].values()) > 0 and set(evidence["speed"]["samples_per_s_read"]) == set(
@@ -76,7 +76,7 @@ def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "check", "words"),
+    ("recipe", "check", "message"),
     [
         ("shifted_labels", "data", "labels do not belong to their samples"),
         ("rate_too_high", "lr-range", "times too high"),
@@ -85,16 +85,16 @@ def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
         ("wrong_gradient", "gradients", "in the backward pass of scaled (Scale)"),
     ],
 )
-def test_broken_recipe_fails_its_check(tmp_path: Path, recipe: str, check: str, words: str) -> None:
-    [found] = call_json(tmp_path, check, str(RECIPES / f"{recipe}.toml"))["checks"]
-    assert (found["check"], found["verdict"]) == (check, "fail") and words in found["text"]
-    assert found["fix"] and found["evidence"]
+def test_broken_recipe_fails_its_check(tmp_path: Path, recipe: str, check: str, message: str) -> None:
+    [result] = call_json(tmp_path, check, str(RECIPES / f"{recipe}.toml"))["checks"]
+    assert (result["check"], result["verdict"]) == (check, "fail") and message in result["text"]
+    assert result["fix"] and result["evidence"]
 
 
 def test_plot_writes_page_and_creates_no_run(tmp_path: Path) -> None:
-    done = call(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
-    assert done.returncode == 0 and "lr 0.005" in done.stdout and "│•" in done.stdout, done.stderr
-    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    result = run_diagnose(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
+    assert result.returncode == 0 and "lr 0.005" in result.stdout and "│•" in result.stdout, result.stderr
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
     page = (tmp_path / "curves.html").read_text()
     assert "<polyline" in page and "overfit: 8 samples" in page
     assert left_no_files(tmp_path)
@@ -140,43 +140,43 @@ class Exits(Perceptron):
 
 @pytest.fixture
 def module_folder(tmp_path: Path) -> Path:
-    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "custom_parts.py").write_text(OWN)
     (tmp_path / "sound.py").write_text((RECIPES / "sound.py").read_text())
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "words"),
+    ("name", "code", "message"),
     [("Raises", 78, "no weights here"), ("Exits", 1, "exit code 3"), ("Missing", 78, "Missing"),
      ("RaisesInForward", 1, "raised ValueError: no such shape")],
 )  # fmt: skip
-def test_model_that_raises_is_reported_in_one_line(module_folder: Path, name: str, code: int, words: str) -> None:
-    (module_folder / "recipe.toml").write_text(ENTRY.format(module="own_parts", name=name))
-    done = call(module_folder, "init-loss", "recipe.toml")
-    output = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == code and words in output and "Traceback" not in output
+def test_model_that_raises_is_reported_in_one_line(module_folder: Path, name: str, code: int, message: str) -> None:
+    (module_folder / "recipe.toml").write_text(ENTRY.format(module="custom_parts", name=name))
+    result = run_diagnose(module_folder, "init-loss", "recipe.toml")
+    output = " ".join((result.stdout + result.stderr).split())
+    assert result.returncode == code and message in output and "Traceback" not in output
     assert left_no_files(module_folder)
 
 
 def test_state_missing_from_checkpoint_fails_resume_check(module_folder: Path) -> None:
-    (module_folder / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Remembers"))
-    [found] = call_json(module_folder, "resume", "recipe.toml")["checks"]
-    assert found["verdict"] == "fail" and "loss of step 4" in found["text"]
-    assert found["evidence"]["reproducible"] is True
+    (module_folder / "recipe.toml").write_text(ENTRY.format(module="custom_parts", name="Remembers"))
+    [check] = call_json(module_folder, "resume", "recipe.toml")["checks"]
+    assert check["verdict"] == "fail" and "loss of step 4" in check["text"]
+    assert check["evidence"]["reproducible"] is True
 
 
 def test_noisy_evaluation_and_unused_parameters(module_folder: Path) -> None:
-    (module_folder / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Noisy"))
-    [found] = call_json(module_folder, "modes", "recipe.toml")["checks"]
-    assert found["verdict"] == "fail" and "different outputs" in found["text"]
-    assert found["evidence"]["unused"] == ["spare.weight", "spare.bias"]
+    (module_folder / "recipe.toml").write_text(ENTRY.format(module="custom_parts", name="Noisy"))
+    [check] = call_json(module_folder, "modes", "recipe.toml")["checks"]
+    assert check["verdict"] == "fail" and "different outputs" in check["text"]
+    assert check["evidence"]["unused"] == ["spare.weight", "spare.bias"]
 
 
 def test_empty_data_is_reported_before_any_check(module_folder: Path) -> None:
-    text = ENTRY.format(module="sound", name="Perceptron").replace("sound:Clouds", "own_parts:Empty")
+    text = ENTRY.format(module="sound", name="Perceptron").replace("sound:Clouds", "custom_parts:Empty")
     (module_folder / "recipe.toml").write_text(text)
-    done = call(module_folder, "all", "recipe.toml")
-    assert done.returncode == 78 and "is empty" in done.stderr and not done.stdout
+    result = run_diagnose(module_folder, "all", "recipe.toml")
+    assert result.returncode == 78 and "is empty" in result.stderr and not result.stdout
 
 
 def test_ctrl_c_ends_all_child_processes(tmp_path: Path) -> None:
@@ -184,15 +184,15 @@ def test_ctrl_c_ends_all_child_processes(tmp_path: Path) -> None:
         [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "diagnose", "resume", str(RECIPES / "sound.toml")],
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    process, found = psutil.Process(child.pid), list[psutil.Process]()
+    process, children = psutil.Process(child.pid), list[psutil.Process]()
 
     def rank_runs() -> bool:
-        found[:] = process.children(recursive=True)
-        return len(found) >= 2
+        children[:] = process.children(recursive=True)
+        return len(children) >= 2
 
     assert clock.wait_until(rank_runs, 120)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
-    assert not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert left_no_files(tmp_path)

@@ -1,4 +1,4 @@
-"""An evaluation gives the same result under every layout as in one process, and does not change training."""
+"""Evaluation gives the same result under every layout as on one process, and does not change training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 4
 
 
 class ValidationData:
-    """Validation data with two slices that share no micro-batch evenly."""
+    """Validation data with two slices that are spread unevenly over the micro-batches."""
 
     slice_names = ("day", "night")
 
@@ -37,7 +37,7 @@ class ValidationData:
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, 256, (SEQ_LEN + 1,), generator=torch.Generator().manual_seed(i))
-        torch.rand(1)  # a data set that draws from the global generator of the rank
+        torch.rand(1)  # as a dataset that uses the global random generator of its rank
         return tokens[:-1], tokens[1:]
 
     def slice_of(self, i: int) -> int:
@@ -45,7 +45,7 @@ class ValidationData:
 
 
 def use_validation_data(samples: int = SAMPLES) -> None:
-    """Setup: the trainer's task has :class:`Apart` as validation data."""
+    """Setup: give the trainer :class:`ValidationData` with ``samples`` samples."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.train import trainer
 
@@ -126,21 +126,21 @@ def test_layout_evaluates_like_one_process(
 
 def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     layout = Layout(strategy="fsdp", dp_shard=4)
-    looks = {"model": {"dropout": 0.1}, "global_batch": 16}
-    without, each = (tmp_path / name for name in ("without", "each"))
-    plain = make_evaluation_run(without, layout, {**EVALUATE, "evaluation": {"every": 1000}}, **looks)
+    options = {"model": {"dropout": 0.1}, "global_batch": 16}
+    folder_without, folder_with = (tmp_path / name for name in ("without", "with"))
+    plain = make_evaluation_run(folder_without, layout, {**EVALUATE, "evaluation": {"every": 1000}}, **options)
     Ranks(plain, 4, setup=use_validation_data).expect(0)
     assert set(evaluations(plain)) == {4}  # only at the end
-    looked = make_evaluation_run(each, layout, {**EVALUATE, "evaluation": {"every": 1}}, **looks)
-    ranks = Ranks(looked, 4, setup=use_validation_data).expect(0)
-    assert set(evaluations(looked)) == {1, 2, 3, 4}
+    evaluated = make_evaluation_run(folder_with, layout, {**EVALUATE, "evaluation": {"every": 1}}, **options)
+    ranks = Ranks(evaluated, 4, setup=use_validation_data).expect(0)
+    assert set(evaluations(evaluated)) == {1, 2, 3, 4}
     assert ranks.losses() == losses_of(plain)
-    assert digest(looked, STEPS) == digest(plain, STEPS)
+    assert digest(evaluated, STEPS) == digest(plain, STEPS)
 
 
 def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     result = train(tmp_path / "few", Layout(strategy="fsdp", dp_shard=4), samples=2)
-    single = train(tmp_path / "alone", Layout(), samples=2)
+    single = train(tmp_path / "single", Layout(), samples=2)
     assert result[2] == pytest.approx(single[2], rel=2e-5)
     assert result[4] == pytest.approx(single[4], rel=2e-5)
 
@@ -150,14 +150,14 @@ def test_contrastive_groups_are_independent_of_layout(tmp_path: Path) -> None:
     result = []
     for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
         run = make_evaluation_run(tmp_path / layout.describe(), layout, tables, global_batch=32, micro_batch=4, steps=2)
-        Ranks(run, layout.world_size, setup=pairs_apart).expect(0)
+        Ranks(run, layout.world_size, setup=use_validation_pairs).expect(0)
         result.append(evaluations(run)[2])
     assert result[0].keys() == {"validation_loss", "validation_recall_at_1"}
     assert result[1] == pytest.approx(result[0], rel=2e-5)
 
 
-def pairs_apart() -> None:
-    """Setup: thirteen pairs, so that one is left over."""
+def use_validation_pairs() -> None:
+    """Setup: give the trainer thirteen validation pairs, one more than whole groups of four."""
     use_validation_data()
 
     def pair(self: ValidationData, i: int) -> Any:
@@ -188,7 +188,7 @@ def record_dtypes() -> None:
 def test_evaluation_uses_the_precision_of_training(
     tmp_path: Path, expected: dict[int, dict[str, float]], layout: Layout
 ) -> None:
-    """Compare the dtypes that layers return: the loss of so small a model hardly shows the difference."""
+    """Compare the dtypes of layer outputs: the loss of so small a model hardly depends on the precision."""
     run = make_evaluation_run(tmp_path / "run", layout, EVALUATE, precision="bf16")
     ranks = Ranks(run, layout.world_size, setup=record_dtypes)
     ranks.expect(0)
@@ -203,25 +203,25 @@ def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_jsonl(run.metrics_path(1))}
 
 
-def stop_inside(step: int, last: int) -> None:
-    """Setup: request a stop in the middle of the evaluation of ``step``."""
+def stop_inside(step: int, sample: int) -> None:
+    """Setup: request a stop at sample ``sample`` of the evaluation of ``step``."""
     use_validation_data()
     original = ValidationData.__getitem__
     from clustertrain.train.session.session import Session
 
     evaluate = Session.evaluate
-    now: list[int] = []
+    steps: list[int] = []
 
-    def note_step(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
-        now.append(self.step)
+    def record_step(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
+        steps.append(self.step)
         return evaluate(self, *args, **kw)
 
     def stop_at_sample(self: ValidationData, i: int) -> Any:
-        if now and now[-1] == step and i >= last:
+        if steps and steps[-1] == step and i >= sample:
             Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
         return original(self, i)
 
-    Session.evaluate, ValidationData.__getitem__ = note_step, stop_at_sample  # type: ignore[method-assign]
+    Session.evaluate, ValidationData.__getitem__ = record_step, stop_at_sample  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", [2, STEPS])
@@ -255,7 +255,7 @@ def run_script(folder: Path, layout: Layout, *args: str) -> tuple[RunDir, list[d
 
 
 def _last_results(ranks: Ranks) -> list[dict[str, float]]:
-    return [json.loads(p.read_text()) for p in sorted(ranks.rank_dir.glob("found-*.json"))]
+    return [json.loads(p.read_text()) for p in sorted(ranks.rank_dir.glob("evaluation-*.json"))]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def _last_results(ranks: Ranks) -> list[dict[str, float]]:
     ids=lambda layout: layout.describe(),
 )
 def test_batch_norm_script_evaluates_like_its_checkpoint(tmp_path: Path, layout: Layout) -> None:
-    blind, at_end = run_script(tmp_path / "blind", layout)
-    looked, with_looks = run_script(tmp_path / "looked", layout, "look")
-    assert losses_of(looked) == losses_of(blind)
-    assert digest(looked) == digest(blind)
+    plain, at_end = run_script(tmp_path / "plain", layout)
+    evaluated, results = run_script(tmp_path / "evaluated", layout, "each-step")
+    assert losses_of(evaluated) == losses_of(plain)
+    assert digest(evaluated) == digest(plain)
     assert len(at_end) == layout.world_size and at_end[0].keys() == {"validation_loss", "validation_accuracy"}
-    assert all(result == at_end[0] for result in (*at_end, *with_looks))
-    write_plan(looked, Layout(), 1, micro_batch=4)
-    (single,) = _last_results(Ranks(looked, 1, attempt=2, setup=one_thread).expect(0))
+    assert all(result == at_end[0] for result in (*at_end, *results))
+    write_plan(evaluated, Layout(), 1, micro_batch=4)
+    (single,) = _last_results(Ranks(evaluated, 1, attempt=2, setup=one_thread).expect(0))
     assert single == pytest.approx(at_end[0], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Each example, killed at a random step and resumed, has the same training and validation curves as without a kill."""
+"""Each example has the same training and validation curves after a kill at a random step as without it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ranks
 
 EXAMPLES = ROOT / "examples"
 STEPS, EVERY, EVALUATE = 12, 3, 4
-# Keys with a time, a duration or a total of the attempt.
-OF_TIME = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$|^sum_")
+# Keys that depend on time or on the attempt.
+TIME_KEYS = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$|^sum_")
 SCRIPTS = {
     "text_script.py": ("--steps", "32", "--checkpoint-every", "3"),  # its warmup takes 20 steps
     "digits_script.py": ("--steps", "12", "--checkpoint-every", "3"),
@@ -49,8 +49,8 @@ def script_run(folder: Path, name: str) -> RunDir:
     return make_run(folder, "ddp", 2, script=(EXAMPLES / name, SCRIPTS[name]))
 
 
-def die_at(step: int) -> None:
-    """Setup: send SIGKILL to itself in the middle of step ``step``, on all ranks."""
+def kill_at(step: int) -> None:
+    """Setup: kill all ranks with SIGKILL in step ``step``."""
     from clustertrain.train.session.session import Session
 
     one_thread()
@@ -65,13 +65,13 @@ def die_at(step: int) -> None:
 
 
 def one_thread() -> None:
-    """Setup: one thread, and the import path that job.sh sets for modules beside a recipe."""
+    """Setup: use one thread, and the import path that job.sh sets for modules next to a recipe."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(EXAMPLES))
 
 
 def curves(run: RunDir) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not OF_TIME.search(k)} for row in metrics.load_rows(run)]
+    return [{k: v for k, v in row.items() if not TIME_KEYS.search(k)} for row in metrics.load_rows(run)]
 
 
 @pytest.mark.parametrize("name", ["text.toml", "digits.toml", "digit_halves.toml", *SCRIPTS])
@@ -81,7 +81,7 @@ def test_killed_and_resumed_example_has_the_same_curves(name: str, tmp_path: Pat
     Ranks(reference, 2, setup=one_thread).expect(0)
     step = random.randrange(1, STEPS)
     run = make(tmp_path / "parts" / "run", name)
-    assert all(code != 0 for code in Ranks(run, 2, setup=die_at, args=(step,)).wait())
+    assert all(code != 0 for code in Ranks(run, 2, setup=kill_at, args=(step,)).wait())
     Ranks(run, 2, 2, setup=one_thread).expect(0)
     resumed, expected = curves(run), curves(reference)
     total = 32 if name == "text_script.py" else STEPS

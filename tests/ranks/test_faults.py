@@ -1,4 +1,4 @@
-"""A fault on one rank ends all ranks cleanly and never costs an older checkpoint."""
+"""A fault on one rank ends all ranks cleanly and never damages an older checkpoint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at
 pytestmark = pytest.mark.ranks
 
 
-def fault_at(point: str, rank: int, nth: int, what: str) -> None:
-    """Setup: inject a fault, see :mod:`clustertrain.checkpoint.core.fault_points`."""
-    os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
+def fault_at(point: str, rank: int, nth: int, fault: str) -> None:
+    """Setup: inject a fault as described in :mod:`clustertrain.checkpoint.core.fault_points`."""
+    os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{fault}"
 
 
 @pytest.fixture(scope="module")
 def expected_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The final digest of an undisturbed run of six steps on two ranks."""
+    """Return the final digest of an undisturbed run of six steps on two ranks."""
     return digest(
         Ranks(make_run(tmp_path_factory.mktemp("whole") / "run", "ddp", 2, steps=6, every=3), 2).expect(0).run
     )
@@ -77,7 +77,7 @@ def test_writer_killed_once_costs_nothing(tmp_path: Path, expected_digest: str) 
 def test_rank_killed_while_its_save_is_written_loses_nothing(
     tmp_path: Path, expected_digest: str, point: str, rank: int
 ) -> None:
-    """The writer process continues with what it has received, as far as possible."""
+    """The writer process completes what it has received, as far as possible."""
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_at, args=(point, rank, 1, "ORPHAN"))
     assert ranks.wait()[rank] == -signal.SIGKILL, ranks.logs()
@@ -86,7 +86,7 @@ def test_rank_killed_while_its_save_is_written_loses_nothing(
     assert digest(run) == expected_digest
 
 
-# Faults of a process that writes for step 6: its replacement is killed as well.
+# Faults of the process that writes step 6 and of its replacement.
 @pytest.mark.parametrize(
     ("point", "rank", "nth"),
     [
@@ -106,12 +106,12 @@ def test_writer_killed_twice_ends_ranks_and_keeps_checkpoint(tmp_path: Path, poi
 
 
 def fault_from(step: int, point: str, rank: int, nth: int) -> None:
-    """Setup: replace the writer process at ``step``, and inject the fault into the new one."""
+    """Setup: at ``step``, replace the writer process and inject the fault into the new one."""
     from clustertrain.checkpoint.manager import CheckpointManager
 
     save = CheckpointManager.save
 
-    def with_fault(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
+    def save_with_fault(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
         if at == step:
             self.wait_for_saves()
             self._pending.worker.close()
@@ -119,11 +119,11 @@ def fault_from(step: int, point: str, rank: int, nth: int) -> None:
             fault_at(point, rank, nth, "KILL")
         return save(self, at, *args, **kw)
 
-    CheckpointManager.save = with_fault  # type: ignore[method-assign]
+    CheckpointManager.save = save_with_fault  # type: ignore[method-assign]
 
 
 def _assert_resumes(run: RunDir, step: int, attempt: int = 2) -> None:
-    """Check that the run continues from the checkpoint of ``step`` to its end."""
+    """Assert that the run resumes from the checkpoint of ``step`` and completes."""
     committed = [c["step"] for c in inspect.list_checkpoints(run.checkpoints) if c["committed"]]
     assert committed == [step]
     second = Ranks(run, 2, attempt).expect(0)
@@ -147,7 +147,7 @@ def test_disk_error_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder with 8 MiB of space."""
+    """Yield an empty folder with 8 MiB of space."""
     folder = tmp_path / "run"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -157,30 +157,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill_disk(filler: Path, left: int, before_step: int) -> None:
-    """Setup: rank 0 fills the disk up to ``left`` bytes before the save of a step starts."""
+def fill_disk(filler: Path, free_bytes: int, before_step: int) -> None:
+    """Setup: rank 0 fills the disk up to ``free_bytes`` bytes before step ``before_step`` is saved."""
     from clustertrain.checkpoint.manager import CheckpointManager
 
     save = CheckpointManager.save
 
-    def with_less_room(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
+    def save_on_full_disk(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
         if at == before_step and os.environ["RANK"] == "0":
             with filler.open("wb", buffering=0) as file:
                 with contextlib.suppress(OSError):
                     while file.write(bytes(1 << 16)):
                         pass
-                file.truncate(max(0, file.tell() - left))
+                file.truncate(max(0, file.tell() - free_bytes))
         return save(self, at, *args, **kw)
 
-    CheckpointManager.save = with_less_room  # type: ignore[method-assign]
+    CheckpointManager.save = save_on_full_disk  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("left", [0, 100_000], ids=["full", "nearly full"])
-def test_full_disk_is_reported_and_run_resumes_with_space(small_disk: Path, expected_digest: str, left: int) -> None:
+@pytest.mark.parametrize("free_bytes", [0, 100_000], ids=["full", "nearly full"])
+def test_full_disk_is_reported_and_run_resumes_with_space(small_disk: Path, expected_digest: str, free_bytes: int) -> None:
     run = make_run(small_disk, "ddp", 2, steps=6, every=3)
     filler = small_disk / "filler"
-    ranks = Ranks(run, 2, 1, setup=fill_disk, args=(filler, left, 6))
-    assert 0 not in ranks.wait()  # their logs are on the same disk, so no exit code is certain
+    ranks = Ranks(run, 2, 1, setup=fill_disk, args=(filler, free_bytes, 6))
+    assert 0 not in ranks.wait()  # the exit codes vary, because the logs are on the same disk
     assert len(ranks.results()) == 2
     for result in ranks.results():
         assert (result["ending"], result["kind"], result["exit_code"]) == ("failed", "environment", 78), result
@@ -196,10 +196,10 @@ def test_damaged_checkpoint_falls_back_to_older_one(tmp_path: Path) -> None:
     Ranks(run, 4, 1).expect(0)
     expected_digest = digest(run)
     # Only rank 2 reads this file; the others must fall back with it.
-    victim = run.checkpoints / "step-00000008" / "rank-2.bin"
-    data = bytearray(victim.read_bytes())
+    damaged = run.checkpoints / "step-00000008" / "rank-2.bin"
+    data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 16
-    victim.write_bytes(data)
+    damaged.write_bytes(data)
     second = Ranks(run, 4, 2).expect(0)
     restored = second.events("restored")[0]
     assert restored["step"] == 4
@@ -209,7 +209,7 @@ def test_damaged_checkpoint_falls_back_to_older_one(tmp_path: Path) -> None:
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
 
 
-def no_reads(number: int) -> None:
+def fail_reads(number: int) -> None:
     """Setup: make rank 1 fail to read shards with errno ``number``."""
     from clustertrain.checkpoint.format import storage_errors
 
@@ -225,7 +225,7 @@ def no_reads(number: int) -> None:
 def test_read_error_on_one_rank_keeps_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2)
     Ranks(run, 2, 1).expect(0)
-    second = Ranks(run, 2, 2, setup=no_reads, args=(errno.ESTALE,)).expect(1)
+    second = Ranks(run, 2, 2, setup=fail_reads, args=(errno.ESTALE,)).expect(1)
     assert [(r["ending"], r["kind"]) for r in second.results()] == [("failed", "storage")] * 2
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
     third = Ranks(run, 2, 3).expect(0)
@@ -234,11 +234,11 @@ def test_read_error_on_one_rank_keeps_the_checkpoint(tmp_path: Path) -> None:
 
 def jumping_clock(by_s: float) -> None:
     """Setup: shift every other reading of the wall clock by ``by_s``."""
-    answers = itertools.count()
-    right = clock.now
+    readings = itertools.count()
+    original_now = clock.now
 
     def now() -> float:
-        return right() + by_s * (next(answers) % 2)
+        return original_now() + by_s * (next(readings) % 2)
 
     clock.now = now
 
@@ -259,17 +259,17 @@ def test_jumping_clock_changes_nothing(tmp_path: Path, expected_digest: str, by_
 
 
 def deadline_and_jump(step: int, by_s: float) -> None:
-    """Setup: at a step the agent grants an hour, and then the wall clock jumps."""
+    """Setup: at ``step``, the agent grants an hour, and then the wall clock jumps by ``by_s``."""
     from clustertrain.train.session.session import Session
 
-    original, right = Session.log, clock.now
+    original, original_now = Session.log, clock.now
 
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
         if self.step == step:
             if self.rank == 1:
-                fsio.write_json(Path(os.environ[settings.RANK_DIR], "stop"), {"deadline": right() + 3600})
-            clock.now = lambda: right() + by_s
+                fsio.write_json(Path(os.environ[settings.RANK_DIR], "stop"), {"deadline": original_now() + 3600})
+            clock.now = lambda: original_now() + by_s
 
     Session.log = log  # type: ignore[method-assign]
 
@@ -284,7 +284,7 @@ def test_clock_jump_after_warning_costs_at_most_a_save(tmp_path: Path, by_s: flo
     assert [e["save"] for e in ranks.events("stop_agreed")] == [saved]
 
 
-STOPPED_IN_A_SAVE = """
+STOPPED_IN_SAVE = """
 import os
 import torch
 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
@@ -301,19 +301,19 @@ with ct.session() as session:
 
 @pytest.mark.parametrize("point", ["after_staging", "during_write", "before_commit_marker"])
 def test_killed_agent_ends_its_ranks_and_run_resumes(tmp_path: Path, point: str) -> None:
-    """The agent is killed while the rank or its writer process is in a save."""
+    """The agent is killed while the rank or its writer process is saving."""
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     script = tmp_path / "script.py"
-    script.write_text(STOPPED_IN_A_SAVE.replace("POINT", point))
+    script.write_text(STOPPED_IN_SAVE.replace("POINT", point))
     args = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "1", str(script))
     run = runs.submit({**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}, *args)
     stopped_processes: list[psutil.Process] = []
 
-    def in_the_save() -> bool:
+    def is_stopped() -> bool:
         stopped_processes[:] = [p for p in processes(run.path) if p.status() == psutil.STATUS_STOPPED]
         return bool(stopped_processes)
 
-    assert clock.wait_until(in_the_save, 120.0), run.explain()
+    assert clock.wait_until(is_stopped, 120.0), run.explain()
     stopped = stopped_processes[0]
     agent = next(p for p in stopped.parents() if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"])
     agent.kill()
@@ -326,8 +326,8 @@ def test_killed_agent_ends_its_ranks_and_run_resumes(tmp_path: Path, point: str)
     assert [r["done"] for r in fsio.read_jsonl(run.path / "metrics" / "attempt-2.jsonl")] == list(range(first, 7))
 
 
-def more_state_on(rank: int) -> None:
-    """Setup: the state of this rank has an entry that the checkpoint lacks."""
+def add_state_on(rank: int) -> None:
+    """Setup: add an entry to the state of ``rank`` that the checkpoint lacks."""
     from clustertrain.train.session.session import Session
 
     original = Session.steps
@@ -343,7 +343,7 @@ def more_state_on(rank: int) -> None:
 def test_load_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     Ranks(run, 2, 1, setup=touch_stop_at, args=(3,)).expect(0)
-    ranks = Ranks(run, 2, 2, setup=more_state_on, args=(1,)).expect(78)
+    ranks = Ranks(run, 2, 2, setup=add_state_on, args=(1,)).expect(78)
     assert {(r["kind"], r["exit_code"]) for r in ranks.results()} == {("environment", 78)}
     assert all("contains no state news" in r["error"]["message"] for r in ranks.results())
     assert "rank 1: " in ranks.results()[0]["error"]["message"]
@@ -353,19 +353,19 @@ def test_load_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("point", "rank"), [("during_write", 1), ("before_commit_marker", 0)])
 @pytest.mark.parametrize("steps", [100_000, 4])
 def test_hanging_save_is_abandoned_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
-    """A writer process hangs, as on a file system that does not answer, at a stop or at the end."""
+    """A writer process hangs in the last save, as on a file system that does not respond."""
     run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=100_000)
     ranks = Ranks(run, 2, setup=hanging_writer, args=(point, rank, 3, 4.0)).expect(0)
-    for left in processes(run.path):
-        left.kill()
+    for leftover in processes(run.path):
+        leftover.kill()
     assert {(r["ending"], r["committed_step"]) for r in ranks.results()} == {("stopped", None)}
-    (given_up,) = ranks.events("save_abandoned")
-    assert f"rank {rank}: " in given_up["reason"] or rank == 0
+    (event,) = ranks.events("save_abandoned")
+    assert f"rank {rank}: " in event["reason"] or rank == 0
     assert not list(run.checkpoints.glob("step-*"))
 
 
-def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
-    """Setup: the writer of a rank hangs at a point, and the agent grants ``left_s`` seconds."""
+def hanging_writer(point: str, rank: int, step: int, remaining_s: float) -> None:
+    """Setup: the writer of ``rank`` hangs at ``point``, and at ``step`` the agent grants ``remaining_s`` seconds."""
     from clustertrain.train.session.session import Session
 
     original = Session.log
@@ -374,30 +374,30 @@ def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
         if self.step == step:
-            fsio.write_json(Path(os.environ[settings.RANK_DIR], "stop"), {"deadline": clock.now() + left_s})
+            fsio.write_json(Path(os.environ[settings.RANK_DIR], "stop"), {"deadline": clock.now() + remaining_s})
 
     Session.log = log  # type: ignore[method-assign]
 
 
-def raise_at(step: int, rank: int, kind: str) -> None:
-    """Setup: raise an exception in the training loop of one rank."""
+def raise_at(step: int, rank: int, error: str) -> None:
+    """Setup: raise an exception in the training loop of ``rank``."""
     from clustertrain.train.session.session import Session
 
     errors: dict[str, BaseException] = {"value": ValueError("bad value"), "memory": torch.OutOfMemoryError("no room")}
 
     def log(self: Session, **scalars: Any) -> None:
         if self.step == step and self.rank == rank:
-            raise errors[kind]
+            raise errors[error]
 
     Session.log = log  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("kind", "own_kind"), [("value", "user_error"), ("memory", "out_of_memory")])
-def test_exception_is_distinguished_from_its_consequences(tmp_path: Path, kind: str, own_kind: str) -> None:
+@pytest.mark.parametrize(("error", "expected"), [("value", "user_error"), ("memory", "out_of_memory")])
+def test_exception_is_distinguished_from_its_consequences(tmp_path: Path, error: str, expected: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
-    ranks = Ranks(run, 2, setup=raise_at, args=(5, 1, kind)).expect(1)
+    ranks = Ranks(run, 2, setup=raise_at, args=(5, 1, error)).expect(1)
     results = ranks.results()
-    assert [r["kind"] for r in results] == ["communication", own_kind]
+    assert [r["kind"] for r in results] == ["communication", expected]
     assert results[1]["error"]["traceback"].startswith("Traceback")
     assert {(r["ending"], r["exit_code"]) for r in results} == {("failed", 1)}
     assert max(r["committed_step"] or 0 for r in results) == 4
@@ -407,14 +407,14 @@ def test_cuda_without_gpu_is_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     run = make_run(tmp_path / "run", "single", 1)
-    ranks = Ranks(run, 1, setup=want_cuda).expect(78)
+    ranks = Ranks(run, 1, setup=request_cuda).expect(78)
     result = ranks.results()[0]
     assert (result["kind"], result["exit_code"]) == ("environment", 78)
     assert "cuda was requested" in result["error"]["message"]
     assert "fix:" in ranks.logs()
 
 
-def want_cuda() -> None:
+def request_cuda() -> None:
     os.environ["CLUSTERTRAIN_DEVICE"] = "cuda"
 
 

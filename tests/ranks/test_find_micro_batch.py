@@ -18,7 +18,7 @@ from clustertrain import clock
 from tests.runs import INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
-# The command line with another limit for a rank's memory than 4 GiB, which no small model reaches.
+# The command line with a lower memory limit per rank than 4 GiB, which no small model would reach.
 LIMITED = """
 import sys
 from clustertrain.agent import micro_batch_search
@@ -27,7 +27,7 @@ from clustertrain.cli.main import main
 sys.argv[0] = "clustertrain"
 sys.exit(main())
 """
-# 64 MiB of logits per sequence, counting all copies; little else.
+# Most of the memory is logits: 64 MiB per sequence, with all copies.
 RECIPE = """
 [model]
 dim = 32
@@ -53,11 +53,11 @@ def folder(tmp_path: Path) -> Path:
 def start_search(folder: Path, gib: float, *args: str) -> subprocess.Popen[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     environ |= {"CLUSTERTRAIN_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-    # glibc: give each tensor from 1 MiB on its own mapping. By default some land in holes of the heap, by chance.
+    # Let glibc map each tensor of 1 MiB or more separately; otherwise some reuse gaps in the heap, which varies.
     environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-    here = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
+    options = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
     return subprocess.Popen(
-        [*INTERRUPTIBLE, sys.executable, "-c", LIMITED, str(gib), "plan", *here, *args],
+        [*INTERRUPTIBLE, sys.executable, "-c", LIMITED, str(gib), "plan", *options, *args],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -77,21 +77,21 @@ def test_search_grows_to_memory_limit_and_recommends_fit(folder: Path) -> None:
         start_search(folder, 0.27, "--gpus", "1", "--json", "--set", "train.global_batch=6", "recipe.toml")
     )
     assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    rows = {row["micro_batch"]: row for row in found["trials"]}
-    assert list(rows) == [1, 2, 4, 3]  # of 6 sequences; 3 is their only divisor in the gap
+    report: dict[str, Any] = json.loads(out)
+    rows = {row["micro_batch"]: row for row in report["trials"]}
+    assert list(rows) == [1, 2, 4, 3]  # 3 is the only divisor of 6 between 2 and 4
     assert rows[4]["outcome"] == "out_of_memory" and rows[4]["peak_gib"] is None
     assert [rows[m]["fits"] for m in (1, 2)] == [True] * 2
     assert rows[1]["peak_gib"] < 0.1 < rows[2]["peak_gib"] < 0.2 < rows[3]["peak_gib"]
     assert not rows[4]["divides_batch"] and all(rows[m]["tokens_per_s_per_gpu"] > 0 for m in (1, 2, 3))
     assert (
-        found["recommended"] in rows
-        and rows[found["recommended"]]["fits"]
-        and rows[found["recommended"]]["divides_batch"]
+        report["recommended"] in rows
+        and rows[report["recommended"]]["fits"]
+        and rows[report["recommended"]]["divides_batch"]
     )
     assert (
-        found["assignment"] == f"train.micro_batch={found['recommended']}"
-        and found["represents"] == "the plan's 1 rank"
+        report["assignment"] == f"train.micro_batch={report['recommended']}"
+        and report["represents"] == "the plan's 1 rank"
     )
     assert list_temporary_files(folder) == [] and not (folder / "home").exists()
 
@@ -128,26 +128,26 @@ def test_error_other_than_memory_is_shown(folder: Path) -> None:
     assert out.splitlines()[1].split()[0] == "1"  # the trials before the error
 
 
-def ranks_below(child: subprocess.Popen[str]) -> list[psutil.Process]:
-    found = []
+def rank_processes(child: subprocess.Popen[str]) -> list[psutil.Process]:
+    ranks = []
     for p in psutil.Process(child.pid).children(recursive=True):
         try:
             if (
                 "clustertrain.train.tools.micro_batch_probe" in p.cmdline()
                 and "torch.distributed.run" not in p.cmdline()
             ):
-                found.append(p)
+                ranks.append(p)
         except psutil.Error:
             continue
-    return found
+    return ranks
 
 
 @pytest.fixture
 def running_search(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A probe with two working ranks, and all its descendants."""
+    """Yield a search that is probing with two ranks, and all its descendants."""
     child = start_search(folder, 4, "--gpus", "2", "recipe.toml")
     try:
-        assert clock.wait_until(lambda: len(ranks_below(child)) == 2, 60.0)
+        assert clock.wait_until(lambda: len(rank_processes(child)) == 2, 60.0)
         yield child, psutil.Process(child.pid).children(recursive=True)
     finally:
         child.kill()
@@ -158,9 +158,9 @@ def running_search(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[p
 def test_interrupted_search_leaves_no_process_and_no_file(
     running_search: tuple[subprocess.Popen[str], list[psutil.Process]], folder: Path, number: signal.Signals
 ) -> None:
-    child, below = running_search
+    child, descendants = running_search
     child.send_signal(number)
     code, _, err = finish(child)
     assert code == 130, err
-    assert len(below) >= 3 and not any(p.is_running() for p in below)
+    assert len(descendants) >= 3 and not any(p.is_running() for p in descendants)
     assert list_temporary_files(folder) == []

@@ -21,11 +21,11 @@ from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
-HERE = ("--backend", "local", "--device", "cpu")
-# Each rank and each node's torchrun spend seconds importing torch: a test has as few of them as it needs.
+LOCAL = ("--backend", "local", "--device", "cpu")
+# Each rank and each node's torchrun spend seconds importing torch: a test uses as few of them as possible.
 TWO_NODES = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
 TWO_RANKS = ("--nodes", "1", "--gpus", "2", "--layout", "fsdp")
-ALONE = ("--nodes", "1", "--gpus", "1")
+ONE_RANK = ("--nodes", "1", "--gpus", "1")
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
+    submitted_runs: list[Run] = []
 
     def submit(*argv: str) -> Run:
-        made.append(runs.submit(env, *HERE, *argv))
-        return made[-1]
+        submitted_runs.append(runs.submit(env, *LOCAL, *argv))
+        return submitted_runs[-1]
 
     yield submit
-    for run in made:
+    for run in submitted_runs:
         run.call("cancel", run.id, check=False)
         run.wait_until_final()
 
@@ -67,7 +67,7 @@ def rank_processes(run: Run) -> list[psutil.Process]:
 def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        run = submitted(*ALONE, "--share", str(runs.write_recipe(tmp_path, steps=4)))
+        run = submitted(*ONE_RANK, "--share", str(runs.write_recipe(tmp_path, steps=4)))
     finally:
         os.umask(before)
     run.complete()
@@ -77,29 +77,29 @@ def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_p
         assert not path.stat().st_mode & 0o027, path
 
 
-def test_run_preempted_twice_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_run_preempted_twice_matches_undisturbed_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[preemption_test]\npreempt_at_steps = [20, 60]\n")
     run = submitted(*TWO_NODES, str(recipe))
     status = run.complete()
     assert run.endings() == ["preempted", "preempted", "completed"]
     assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
-    beside = run.status()["prediction"]
-    # Medians over the steps of all three attempts after their first ones; two ranks share the tokens of a step.
-    assert beside["attempts"] == [1, 2, 3] and 60 < beside["steps"] < 120
+    assert run.digest() == undisturbed(run.path, tmp_path / "undisturbed")
+    prediction = run.status()["prediction"]
+    # Medians over the steps of all three attempts, except their first steps; two ranks share the tokens of a step.
+    assert prediction["attempts"] == [1, 2, 3] and 60 < prediction["steps"] < 120
     rows = [r["step_s"] for r in metrics.load_rows(RunDir(run.path))]
-    assert min(rows) <= beside["step_s"]["measured"] <= max(rows)
+    assert min(rows) <= prediction["step_s"]["measured"] <= max(rows)
     tokens_per_step = (fsio.read_json(run.path / "plan.json") or {})["batch"]["tokens_per_step"]
-    of_a_rank = beside["tokens_per_s_per_gpu"]["measured"] * beside["step_s"]["measured"]
-    assert of_a_rank == pytest.approx(tokens_per_step / 2, rel=0.05)
-    assert beside["step_s"]["predicted"] is None and beside["peak_gib"] == {"predicted": None, "measured": None}
+    tokens_per_rank_and_step = prediction["tokens_per_s_per_gpu"]["measured"] * prediction["step_s"]["measured"]
+    assert tokens_per_rank_and_step == pytest.approx(tokens_per_step / 2, rel=0.05)
+    assert prediction["step_s"]["predicted"] is None and prediction["peak_gib"] == {"predicted": None, "measured": None}
     goodput = status["goodput"]
     assert sum(goodput[part] for part in TIME_CATEGORIES) == pytest.approx(goodput["wall_s"])
 
 
 def test_run_that_ignores_warning_is_killed_and_restarted(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    # The first attempt hangs where it cannot notice the stop; the second one does not.
-    script = tmp_path / "deaf.py"
+    # Only the first attempt hangs, where it cannot notice the stop.
+    script = tmp_path / "ignores_stop.py"
     script.write_text(
         "import clustertrain as ct, os, time\n"
         "with ct.session() as s:\n"
@@ -107,25 +107,25 @@ def test_run_that_ignores_warning_is_killed_and_restarted(submitted: Callable[..
         "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
         "            time.sleep(3600)\n"
     )
-    recipe_like = ("--set", "preemption_test.preempt_at_steps=[1, 1000]", "--set", "preemption_test.grace_s=3")
-    run = submitted(*ALONE, *recipe_like, str(script))
+    preemption = ("--set", "preemption_test.preempt_at_steps=[1, 1000]", "--set", "preemption_test.grace_s=3")
+    run = submitted(*ONE_RANK, *preemption, str(script))
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert status["attempts"][0]["requeued"] == "slurm"
-    # Written by the supervisor, after the last line of the run itself.
+    # The supervisor writes it after the last line of the run.
     message = "the job ended before it was preempted at 1000"
     assert clock.wait_until(lambda: message in (run.path / "job.log").read_text(), 30)
 
 
 def test_warning_in_last_step_is_reported_as_too_late(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    script = tmp_path / "nearly.py"
+    script = tmp_path / "slow_last_step.py"
     script.write_text(
         "import clustertrain as ct, time\n"
         "with ct.session() as s:\n"
         "    for step in s.steps(total=2, state={'done': 0}):\n"
         "        time.sleep(step * 2)\n"
     )
-    run = submitted(*ALONE, "--set", "preemption_test.preempt_at_steps=[1]", str(script))
+    run = submitted(*ONE_RANK, "--set", "preemption_test.preempt_at_steps=[1]", str(script))
     run.complete()
     assert run.endings() == ["completed"]
     message = "the job ended before it was preempted at 1"
@@ -149,7 +149,7 @@ def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[...,
     run.call("requeue", run.id)
     run.complete()
     assert run.endings() == ["cancelled", "completed"]
-    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
+    assert run.digest() == undisturbed(run.path, tmp_path / "undisturbed")
 
 
 def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable[..., Run], tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: P
     status = run.complete()
     assert run.endings()[0] in ("unknown", "communication")
     assert status["attempts"][0]["reason"]
-    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
+    assert run.digest() == undisturbed(run.path, tmp_path / "undisturbed")
 
 
 def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], t
     assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
 
 
-def test_crashed_rank_is_reported_with_place_of_its_stacks(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_crashed_rank_is_reported_with_its_log(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "crashing.py"
     script.write_text(
         "import os, signal\nimport torch.distributed as dist\nimport clustertrain as ct\nwith ct.session():\n"
@@ -216,7 +216,7 @@ def test_run_continues_after_ranks_overrun_time_limit(submitted: Callable[..., R
         "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
         "            time.sleep(3600)\n"
     )
-    run = submitted(*ALONE, "--time", "0:30", str(script))
+    run = submitted(*ONE_RANK, "--time", "0:30", str(script))
     run.complete()
     *earlier, last = run.endings()
     assert set(earlier) == {"time_limit"} and last == "completed"
@@ -224,7 +224,7 @@ def test_run_continues_after_ranks_overrun_time_limit(submitted: Callable[..., R
 
 
 def test_manual_requeue_changes_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*ALONE, "--time", "60", str(runs.write_recipe(tmp_path, steps=100_000)))
+    run = submitted(*ONE_RANK, "--time", "60", str(runs.write_recipe(tmp_path, steps=100_000)))
     run.wait_for_step(5)
     run.call("requeue", run.id, "--time", "120")
     run.wait_for_step(6, attempt=2)
@@ -235,7 +235,7 @@ def test_manual_requeue_changes_time_limit(submitted: Callable[..., Run], tmp_pa
 
 def test_max_requeues_0_ends_run_at_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, steps=1000, more="[preemption_test]\npreempt_at_steps = [5]\n")
-    run = submitted(*ALONE, "--max-requeues", "0", str(recipe))
+    run = submitted(*ONE_RANK, "--max-requeues", "0", str(recipe))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["preempted"])
     assert "max-requeues" in status["attempts"][0]["stopped"]
@@ -244,14 +244,14 @@ def test_max_requeues_0_ends_run_at_first_preemption(submitted: Callable[..., Ru
 def test_closing_the_terminal_does_not_end_run(env: dict[str, str], tmp_path: Path) -> None:
     """`submit` runs in a separate session, as in a terminal, which then gets SIGHUP."""
     recipe = runs.write_recipe(tmp_path)
-    argv = [*runs.CLI, "submit", "--wait", *HERE, *ALONE, str(recipe)]
+    argv = [*runs.CLI, "submit", "--wait", *LOCAL, *ONE_RANK, str(recipe)]
     with subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
         assert shell.stdout is not None
         run_id = shell.stdout.readline().split()[1]
         os.killpg(shell.pid, signal.SIGHUP)
     run = Run(env, {"run": run_id, "job_id": "", "run_dir": Path(env["CLUSTERTRAIN_HOME"]) / "runs" / run_id})
     run.complete()
-    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
+    assert run.digest() == undisturbed(run.path, tmp_path / "undisturbed")
 
 
 def test_wait_for_sweep_that_runs_one_at_a_time(env: dict[str, str], tmp_path: Path) -> None:
@@ -264,8 +264,8 @@ def test_wait_for_sweep_that_runs_one_at_a_time(env: dict[str, str], tmp_path: P
         "    time.sleep(0.05)\n"
     )
     args = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--grid", "env.WHO=a,b,c")
-    made = json.loads(runs.call(env, "sweep", "--json", *args, str(script)).stdout)
-    a, b, c = (Run(env, row) for row in made["runs"])
+    submission = json.loads(runs.call(env, "sweep", "--json", *args, str(script)).stdout)
+    a, b, c = (Run(env, row) for row in submission["runs"])
     try:
         a.wait_for(lambda s: s["state"] == "running", "its turn")
         assert (b.status()["pending_reason"], c.status()["pending_reason"]) == (
@@ -276,21 +276,21 @@ def test_wait_for_sweep_that_runs_one_at_a_time(env: dict[str, str], tmp_path: P
         (tmp_path / "go").touch()
         c.complete()
     finally:
-        runs.call(env, "cancel", made["sweep"], check=False)
-    done = runs.call(env, "wait", made["sweep"], check=False)
-    ends = {f"{a.id}: completed", f"{b.id}: cancelled", f"{c.id}: completed"}
-    assert (done.returncode, set(done.stderr.splitlines())) == (1, ends)
+        runs.call(env, "cancel", submission["sweep"], check=False)
+    result = runs.call(env, "wait", submission["sweep"], check=False)
+    endings = {f"{a.id}: completed", f"{b.id}: cancelled", f"{c.id}: completed"}
+    assert (result.returncode, set(result.stderr.splitlines())) == (1, endings)
     assert "I am c\n" in c.call("logs", c.id).stdout
 
 
 def test_batch_and_agents_end_when_run_is_taken_over(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*ALONE, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
+    run = submitted(*ONE_RANK, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     (run.path / "attempts" / "2").mkdir()
     assert clock.wait_until(lambda: not living_processes(run), 120), [p.cmdline() for p in living_processes(run)]
-    why = "taken over by attempt 2"
+    reason = "taken over by attempt 2"
     result = json.loads((run.path / "attempts" / "1" / "results" / "local0.json").read_text())
-    assert (result["ending"], result["reason"], result["exit_code"]) == ("stopped", why, 93)
-    assert f"attempt 1 decides nothing: {why}" in (run.path / "job.log").read_text()
+    assert (result["ending"], result["reason"], result["exit_code"]) == ("stopped", reason, 93)
+    assert f"attempt 1 decides nothing: {reason}" in (run.path / "job.log").read_text()
     job = Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json"
     assert clock.wait_until(lambda: [s["exit_code"] for s in json.loads(job.read_text())["starts"]] == [93], 60)

@@ -27,11 +27,11 @@ def test_rates_of_this_machine() -> None:
     progress: list[str] = []
     result = bench.measure(BenchTarget(python=sys.executable, device="cpu"), progress.append)
     assert result.failures == () and result.measured is not None
-    m = result.measured
-    assert (m.device, m.ranks, m.nodes, m.gemm_dtype, m.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
-    assert m.gemm_tflops is not None and m.gemm_tflops > 0
-    assert m.node_bus_gb_s is not None and m.node_bus_gb_s > 0
-    assert m.fabric_bus_gb_s is None
+    rates = result.measured
+    assert (rates.device, rates.ranks, rates.nodes, rates.gemm_dtype, rates.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
+    assert rates.gemm_tflops is not None and rates.gemm_tflops > 0
+    assert rates.node_bus_gb_s is not None and rates.node_bus_gb_s > 0
+    assert rates.fabric_bus_gb_s is None
     assert len(progress) == 3
     assert result.node is not None and result.node.cpus.threads
 
@@ -54,13 +54,13 @@ def test_two_nodes_measure_and_one_reports() -> None:
         for n in (0, 1)
     ]
     try:
-        printed = [step.communicate(timeout=90)[0] for step in steps]
+        outputs = [step.communicate(timeout=90)[0] for step in steps]
     finally:
         for step in steps:
             step.terminate()
             step.wait(30)
     assert [step.returncode for step in steps] == [0, 0]
-    (line,) = [line for text in printed for line in text.splitlines() if line.startswith(OUTPUT_PREFIX)]
+    (line,) = [line for text in outputs for line in text.splitlines() if line.startswith(OUTPUT_PREFIX)]
     report: dict[str, Any] = json.loads(line.removeprefix(OUTPUT_PREFIX))
     assert report["ranks"] == 2 and report["bus_gb_s"] > 0
 
@@ -69,16 +69,16 @@ def test_interrupt_ends_all_processes_and_writes_nothing(tmp_path: Path) -> None
     argv = [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "cluster", "detect", "x", "--local", "--measure"]
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        below: list[psutil.Process] = []
+        descendants: list[psutil.Process] = []
 
         def ranks_run() -> bool:
-            below[:] = psutil.Process(child.pid).children(recursive=True)
+            descendants[:] = psutil.Process(child.pid).children(recursive=True)
             # The step, torchrun and its two ranks.
-            return len(below) >= 4
+            return len(descendants) >= 4
 
         assert clock.wait_until(ranks_run, 90.0)
         child.send_signal(signal.SIGINT)
         _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130 and "Traceback" not in stderr
-    assert psutil.wait_procs(below, timeout=10)[1] == []
+    assert psutil.wait_procs(descendants, timeout=10)[1] == []
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A smoothed cross-entropy with ignored targets is the same under every layout, also with split logits."""
+"""Label-smoothed cross-entropy with ignored targets is the same under every layout, even with split logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 NEWLINE = 10
 TABLES = {
     "objective": {"label_smoothing": 0.1, "ignore_index": NEWLINE},
-    # Then no operation may have a sum that depends on the order of threads.
+    # No sum may depend on the order of threads.
     "train": {"deterministic": True},
 }
 LAYOUTS = (
@@ -37,7 +37,7 @@ def losses(folder: Path, layout: Layout) -> list[tuple[float, float]]:
 
 
 def test_smoothed_loss_is_independent_of_layout(tmp_path: Path) -> None:
-    single = losses(tmp_path / "alone" / "run", Layout())
+    single = losses(tmp_path / "single" / "run", Layout())
     assert len(single) == 3
     for layout in LAYOUTS:
         steps = losses(tmp_path / layout.describe().replace(" ", "-") / "run", layout)

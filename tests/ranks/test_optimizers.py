@@ -1,5 +1,5 @@
-"""Every optimizer under sharded layouts: updates of shards equal updates of whole parameters, training equals one
-process, and a checkpoint of one layout continues under another. ``make optimizers`` runs the whole table."""
+"""Optimizers under sharded layouts: updates of shards equal updates of whole parameters, training matches one process,
+and a checkpoint resumes under another layout. ``make optimizers`` runs the whole table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks.rank_pool import Ranks, make_run
 
 pytestmark = pytest.mark.ranks
 
-HERE = Path(__file__).parent.parent / "harness" / "optimizers"
+SCRIPTS = Path(__file__).parent.parent / "harness" / "optimizers"
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
@@ -29,13 +29,13 @@ def test_sharded_update_equals_update_of_whole_parameters(layout: str, tmp_path:
     shape, out = LAYOUTS[layout], tmp_path / "out"
     with one_thread():
         run = make_run(tmp_path / "run", shape, 4)
-        Ranks(run, 4, argv=(str(HERE / "shards_script.py"), str(out))).expect(0)
+        Ranks(run, 4, argv=(str(SCRIPTS / "shards_script.py"), str(out))).expect(0)
     for rank in range(4):
         results = json.loads(out.with_suffix(f".{rank}").read_text())
         assert results.keys() == CELLS.keys()
-        for name, (apart, where) in results.items():
+        for name, (difference, largest_at) in results.items():
             allowed = 0.0 if CELLS[name]["name"] in WHOLE_PARAM_OPTIMIZERS else 1e-6
-            assert apart <= allowed, (name, rank, where)
+            assert difference <= allowed, (name, rank, largest_at)
 
 
 SUBSET = {
@@ -51,27 +51,27 @@ def test_training_matches_one_process(layout: str, tmp_path: Path) -> None:
     assert all(o.ok for o in outcomes), outcomes
 
 
-# Layouts of a chain: each continues from the end of the previous one, up to this step.
+# (layout, last step) of successive attempts, each of which resumes where the previous one ended.
 CHAIN = (("fsdp", THAW_STEP - 1), ("fsdp", 4), ("zero1", 5), ("one", 6), ("fsdp-pp", 7))
 SHAPES = {**LAYOUTS, "zero1": Layout(strategy="zero1", dp_replicate=2, zero1=True), "one": Layout()}
-OF_CHAIN = ("muon", "soap", "adamw8bit")
+CHAIN_OPTIMIZERS = ("muon", "soap", "adamw8bit")
 
 
 def test_checkpoint_of_one_layout_continues_under_another(tmp_path: Path) -> None:
-    """Layers are frozen until a step; the run is stopped just before and just after it."""
+    """Layers are unfrozen at a step, and the run stops just before and just after it."""
     reference = losses(tmp_path / "whole", "one", CHAIN[-1][1])
     sharded = losses(tmp_path / "sharded", "fsdp", 4)
-    done = 0
+    completed = 0
     for n, (layout, total) in enumerate(CHAIN):
         results = losses(tmp_path / "chain", layout, total, n)
         for name, by_step in results.items():
-            assert list(by_step) == [str(step) for step in range(done + 1, total + 1)]
+            assert list(by_step) == [str(step) for step in range(completed + 1, total + 1)]
             for step, (loss, norm) in by_step.items():
                 expected = reference[name][step]
                 assert loss == pytest.approx(expected[0], rel=LIMITS[name]), (layout, name, step)
                 if layout == "fsdp":
                     assert [loss, norm] == sharded[name][step], (name, step)
-        done = total
+        completed = total
 
 
 def test_trainer_reads_optimizer_from_recipe(tmp_path: Path) -> None:
@@ -119,6 +119,6 @@ def losses(folder: Path, layout: str, total: int, n: int = 0) -> dict[str, dict[
             model=MODEL,
             parallel={"schedule": "1f1b"} if shape.pp > 1 else {},
         )
-        argv = (str(HERE / "resume_script.py"), str(folder / "saved"), str(total), str(out), *OF_CHAIN)
+        argv = (str(SCRIPTS / "resume_script.py"), str(folder / "saved"), str(total), str(out), *CHAIN_OPTIMIZERS)
         Ranks(run, shape.world_size, argv=argv).expect(0)
     return json.loads(out.read_text())  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Options that change how two ranks reduce and gather, but not the result."""
+"""Options that change how ranks reduce and gather, but not the result."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ pytestmark = pytest.mark.ranks
 
 DDP = Layout(strategy="ddp", dp_replicate=2)
 FSDP = Layout(strategy="fsdp", dp_shard=2)
-# Like the limits of the parity table (tests/harness/parity/cells.py).
+# Limits of the parity table (tests/harness/parity/cells.py).
 FP32, BF16 = (2e-6, 5e-6), (2e-3, 3e-2)
 
 
 def losses(folder: Path, layout: Layout, **parallel: Any) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of each step, with two micro-batches per rank."""
-    micro = 8 // layout.world_size
+    per_rank = 8 // layout.world_size
     run = make_run(
-        folder, layout, layout.world_size, steps=4, global_batch=8, micro_batch=micro // 2, parallel=parallel
+        folder, layout, layout.world_size, steps=4, global_batch=8, micro_batch=per_rank // 2, parallel=parallel
     )
     return list(Ranks(run, layout.world_size).expect(0).losses().values())
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    return losses(tmp_path_factory.mktemp("alone") / "run", Layout())
+    return losses(tmp_path_factory.mktemp("single") / "run", Layout())
 
 
 @pytest.mark.parametrize(

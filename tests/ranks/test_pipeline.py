@@ -1,4 +1,4 @@
-"""A pipeline and its checkpoints match one process, under each schedule and combined with other dimensions."""
+"""Pipelines and their checkpoints match one process, with each schedule and combined with other dimensions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PIPELINE = functools.partial(Layout, pp=2)
 FSDP = functools.partial(Layout, pp=2, strategy="fsdp", dp_shard=2)
 
 
-def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
-    kw = {"steps": STEPS, "micro_batch": 2, "every": 100, **kw}
-    return make_run(folder, layout, layout.world_size, **kw)
+def run_of(folder: Path, layout: Layout, **options: Any) -> RunDir:
+    options = {"steps": STEPS, "micro_batch": 2, "every": 100, **options}
+    return make_run(folder, layout, layout.world_size, **options)
 
 
-def train(run: RunDir, layout: Layout, attempt: int = 1, **kw: Any) -> Ranks:
-    return Ranks(run, layout.world_size, attempt, **{"setup": one_thread, **kw}).expect(0)
+def train(run: RunDir, layout: Layout, attempt: int = 1, **options: Any) -> Ranks:
+    return Ranks(run, layout.world_size, attempt, **{"setup": one_thread, **options}).expect(0)
 
 
 def one_thread() -> None:
@@ -48,7 +48,7 @@ def stop_at(step: int) -> None:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Any]:
-    """Losses and norms of one process, and its run, by options of the model."""
+    """Yield a function that trains a model on one process and returns its losses and norms by step, and the run."""
     with tempfile.TemporaryDirectory() as folder:
 
         @functools.cache
@@ -112,10 +112,10 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, layout: Layout
 
 def test_user_model_with_named_inputs_resumes_elsewhere(tmp_path: Path) -> None:
     script = (SCRIPT, ())
-    kw: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
-    single = run_of(tmp_path / "single", SINGLE, script=script, **kw)
+    options: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
+    single = run_of(tmp_path / "single", SINGLE, script=script, **options)
     expected = train(single, SINGLE, argv=(str(SCRIPT), "8")).losses()
-    run = run_of(tmp_path / "run", SINGLE, script=script, **kw)
+    run = run_of(tmp_path / "run", SINGLE, script=script, **options)
     layouts = [
         PIPELINE(schedule="interleaved", virtual_stages=2),
         Layout(strategy="fsdp", dp_shard=2),
@@ -124,14 +124,14 @@ def test_user_model_with_named_inputs_resumes_elsewhere(tmp_path: Path) -> None:
     ]
     losses: dict[int, tuple[float, float]] = {}
     for attempt, layout in enumerate(layouts, start=1):
-        write_plan(run, layout, layout.world_size, **kw)
+        write_plan(run, layout, layout.world_size, **options)
         ranks = train(run, layout, attempt, argv=(str(SCRIPT), str(2 * attempt)))
         losses.update(ranks.losses())
     assert list(losses) == list(expected)
     for step, (loss, norm) in expected.items():
         assert losses[step] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=5e-6))
     assert logical_tensors(run) == logical_tensors(single)
-    # Two steps under each, with 4 micro-batches per rank, or 2 on two data-parallel ranks: none is counted twice.
+    # Two steps per layout, with 4 micro-batches per rank, or 2 with two data-parallel ranks: none is counted twice.
     assert list(fsio.read_jsonl(run.metrics_path(4)))[-1]["batches"] == 2 * (4 + 2 + 2 + 4)
 
 
@@ -143,7 +143,7 @@ def test_user_model_with_named_inputs_resumes_elsewhere(tmp_path: Path) -> None:
         (Layout(pp=5, schedule="1f1b"), {}, "5 pipeline stages"),
     ],
 )
-def test_unsupported_pipeline_is_refused(tmp_path: Path, layout: Layout, kw: dict[str, Any], message: str) -> None:
-    ranks = Ranks(run_of(tmp_path / "run", layout, **kw), layout.world_size)
+def test_unsupported_pipeline_is_refused(tmp_path: Path, layout: Layout, options: dict[str, Any], message: str) -> None:
+    ranks = Ranks(run_of(tmp_path / "run", layout, **options), layout.world_size)
     assert set(ranks.wait()) == {78}
     assert all(message in r["error"]["message"] for r in ranks.results())

@@ -1,4 +1,4 @@
-"""The planner's count of activations, compared with the tensors that autograd keeps on CPU."""
+"""The planner's estimate of activation memory, compared with the tensors that autograd saves on CPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MODELS = {
 }
 
 
-def kept_bytes(model: Decoder, *, autocast: bool) -> int:
-    """Return the bytes of all tensors that the graph of a forward pass and loss keeps, without parameters."""
+def saved_bytes(model: Decoder, *, autocast: bool) -> int:
+    """Return the bytes of all tensors that autograd saves in a forward pass with loss, without parameters."""
     parameter_storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+    storages: dict[int, torch.UntypedStorage] = {}  # references, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -47,11 +47,11 @@ def test_counted_activations_match_autograd(name: str, mode: str) -> None:
     if mode == "cast":
         model = model.to(torch.bfloat16)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if mode == "fp32" else "bf16", autocast=mode == "autocast")
-    # The loss keeps its log-softmax in fp32, autocast its copies of the weights; the plan counts both elsewhere.
+    # Autograd also saves the log-softmax in fp32 and autocast's copies of the weights, which the plan counts elsewhere.
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim > 1 and (n != "embed.weight" or not model.head)
     )
-    elsewhere = BATCH * LENGTH * spec.vocab_size * 4 + (2 * matrices if mode == "autocast" else 0)
-    assert activation_bytes(spec, run) + elsewhere == pytest.approx(
-        kept_bytes(model, autocast=mode == "autocast"), rel=0.01
+    counted_elsewhere = BATCH * LENGTH * spec.vocab_size * 4 + (2 * matrices if mode == "autocast" else 0)
+    assert activation_bytes(spec, run) + counted_elsewhere == pytest.approx(
+        saved_bytes(model, autocast=mode == "autocast"), rel=0.01
     )

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends with the same bits as an uninterrupted one."""
+"""A run that was stopped and resumed is bitwise equal to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.ranks.rank_pool import Ranks, digest, layout_of, make_run, touch_stop
 
 pytestmark = pytest.mark.ranks
 
-STOP_AT = 4  # requested during step 4: all ranks leave at the boundary after the next step
-LEFT_AT = STOP_AT + 2
+STOP_AT = 4  # a stop requested in step 4 takes effect after the following step
+STOPPED_AT = STOP_AT + 2
 
 
 def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
@@ -41,12 +41,12 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str,
     reference = uninterrupted(tmp_path, strategy, ranks, **kw)
     run = make_run(tmp_path / "parts", strategy, ranks, **kw)
     first = Ranks(run, ranks, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
-    assert {(r["ending"], r["step"], r["committed_step"]) for r in first.results()} == {("stopped", LEFT_AT, LEFT_AT)}
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in first.results()} == {("stopped", STOPPED_AT, STOPPED_AT)}
     assert len(first.results()) == ranks
     second = Ranks(run, ranks, 2).expect(0)
     assert {(r["ending"], r["step"], r["committed_step"]) for r in second.results()} == {("completed", 8, 8)}
-    assert second.events("restored")[0]["step"] == LEFT_AT
-    assert [e["step"] for e in second.events("first_step")] == [LEFT_AT + 1]
+    assert second.events("restored")[0]["step"] == STOPPED_AT
+    assert [e["step"] for e in second.events("first_step")] == [STOPPED_AT + 1]
     assert {**first.losses(), **second.losses()} == reference.losses()
     assert list(reference.losses()) == list(range(1, 9))
     assert digest(run) == digest(reference.run)
@@ -57,9 +57,9 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str,
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     reference = uninterrupted(tmp_path, "ddp", 4)
     run = make_run(tmp_path / "parts", "ddp", 4)
-    first = Ranks(run, 4, 1, setup=die_at, args=(5,))
+    first = Ranks(run, 4, 1, setup=kill_at, args=(5,))
     assert all(code != 0 for code in first.wait())
-    # The writer processes outlive their ranks and finish what they have received.
+    # The writer processes outlive their ranks and complete what they have received.
     assert clock.wait_until(lambda: index.is_committed(index.step_folder(run.checkpoints, 4)), 60.0)
     second = Ranks(run, 4, 2).expect(0)
     assert second.events("restored")[0]["step"] == 4
@@ -67,8 +67,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert {**first.losses(), **second.losses()} == reference.losses()
 
 
-def die_at(step: int) -> None:
-    """Setup: send SIGKILL to itself in the middle of step ``step``, on all ranks."""
+def kill_at(step: int) -> None:
+    """Setup: kill all ranks with SIGKILL in step ``step``."""
     import os
     import signal
 
@@ -95,22 +95,22 @@ def die_at(step: int) -> None:
     ids=lambda value: f"{layout_of(*value).describe()} on {value[1]}",
 )
 def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new: Any) -> None:
-    tied = {"tie_embeddings": True}  # in a pipeline two stages hold the table
+    tied = {"tie_embeddings": True}  # two pipeline stages hold the table
     run = make_run(tmp_path / "run", *old, steps=4, every=2, global_batch=24, model=tied)
     Ranks(run, old[1], 1).expect(0)
     before = digest(run, 4)
     write_plan(run, *new, global_batch=24)
-    saved_again = Ranks(run, new[1], 2, setup=save_what_was_restored).expect(0)
+    saved_again = Ranks(run, new[1], 2, setup=save_restored_state).expect(0)
     assert saved_again.events("restored")[0]["step"] == 4
-    # The other layout saves under another step number: the logical tensors are the same.
+    # Saved by the other layout as step 5: the logical tensors are the same.
     rows = {r["step"]: r for r in inspect.list_checkpoints(run.checkpoints)}
     assert rows[5]["world_size"] == new[1]
     assert rows[5]["layout"]["strategy"] == layout_of(*new).strategy
     assert digest(run, 5) == before
 
 
-def save_what_was_restored() -> None:
-    """Setup: after step 4 is restored, save it as step 5, and end."""
+def save_restored_state() -> None:
+    """Setup: save the restored state again, as the next step."""
     from clustertrain.train.session.checkpointing import SessionCheckpointer
 
     original = SessionCheckpointer.restore
@@ -127,7 +127,7 @@ def test_completed_run_does_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=3)
     Ranks(run, 2, 1).expect(0)
     before = digest(run)
-    again = Ranks(run, 2, 2).expect(0)
-    assert [r["ending"] for r in again.results()] == ["completed"] * 2
-    assert again.losses() == {}
+    resumed = Ranks(run, 2, 2).expect(0)
+    assert [r["ending"] for r in resumed.results()] == ["completed"] * 2
+    assert resumed.losses() == {}
     assert digest(run) == before

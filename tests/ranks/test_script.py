@@ -1,4 +1,4 @@
-"""A user's script, under torchrun as the agent starts it, and by itself."""
+"""Custom scripts under torchrun, as the node agent starts it, and standalone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_example_under_torchrun_stops_on_warning_and_resumes(tmp_path: Path) -> 
     second = torchrun(run, 2, tmp_path / "ranks-2")
     assert second.wait(120.0) == 0, (run.path / "torchrun-2.log").read_text()
     assert fsio.read_json(tmp_path / "ranks-2" / "rank-1.json")["ending"] == "completed"
-    assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [step + 3]  # not the stop's
+    assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [step + 3]  # without the stop's
 
 
 def test_example_resumes_bit_by_bit(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ from torch import nn
 import clustertrain as ct
 
 with ct.session() as session:
-    # Running statistics differ between the ranks until DDP sends rank 0's; every library's random numbers are drawn.
+    # Running statistics differ between ranks until DDP broadcasts rank 0's; random numbers come from every library.
     network = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
     model = session.parallelize(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -139,7 +139,7 @@ def test_random_numbers_buffers_and_plain_state_resume(tmp_path: Path) -> None:
     assert [r[3] for r in rows(parts)] == list(range(1, 11))
 
 
-AGAIN = """
+TWO_SESSIONS = """
 import torch
 from torch import nn
 import clustertrain as ct
@@ -157,8 +157,8 @@ for total in (2, 4):
 
 
 def test_second_session_continues_where_first_ended(tmp_path: Path) -> None:
-    script = tmp_path / "again.py"
-    script.write_text(AGAIN)
+    script = tmp_path / "two_sessions.py"
+    script.write_text(TWO_SESSIONS)
     layout = Layout(strategy="fsdp", dp_shard=2, tp=2)
     run = make_run(tmp_path / "run", layout, 4, global_batch=8, script=(script, ()))
     ranks = Ranks(run, 4).expect(0)
@@ -195,7 +195,7 @@ def test_rank_missing_from_collective_is_a_hang(tmp_path: Path) -> None:
 
 
 def test_standalone_script_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
-    argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "50000"]
+    argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "50000"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
     log = tmp_path / "log"
     process = proc.start([*argv, "--steps", "100000"], env=environ, log=log)
@@ -205,9 +205,9 @@ def test_standalone_script_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
         assert process.wait(120.0) == 75, log.read_text()
     finally:
         process.kill()
-    step = inspect.list_checkpoints(tmp_path / "kept")[-1]["step"]
+    step = inspect.list_checkpoints(tmp_path / "checkpoints")[-1]["step"]
     proc.run([*argv, "--steps", str(step + 2)], env=environ, timeout_s=120.0)
-    assert inspect.list_checkpoints(tmp_path / "kept")[-1]["step"] == step + 2
+    assert inspect.list_checkpoints(tmp_path / "checkpoints")[-1]["step"] == step + 2
 
 
 TWO_LOOPS = """
@@ -232,6 +232,7 @@ with ct.session({1}) as session:
         (TWO_LOOPS.format(4, ""), "user_error", 1, "an earlier loop ends at step 4"),
         (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "begin at step 0, and 4 steps of the run are"),
     ],
+    ids=["import", "sys.exit", "device", "memory", "second loop", "second loop elsewhere"],
 )
 def test_error_of_script_is_recorded(tmp_path: Path, text: str, kind: str, code: int, message: str) -> None:
     script = tmp_path / "wrong.py"
@@ -251,7 +252,7 @@ def test_script_without_session_completes(tmp_path: Path) -> None:
     assert f"['a b', '--c'] {run.path}" in ranks.logs()
 
 
-AFTER = """
+CODE_AFTER_SESSION = """
 import os, pathlib
 import clustertrain as ct
 
@@ -259,31 +260,31 @@ record = pathlib.Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "rank-0.json")
 with ct.session() as session:
     for step in session.steps(2):
         pass
-print("in between:", record.exists())
+print("after the session:", record.exists())
 """
 
 
 @pytest.mark.parametrize(
-    ("then", "code", "ending"), [("", 0, "completed"), ("raise ValueError('export')", 1, "failed")]
+    ("last_line", "code", "ending"), [("", 0, "completed"), ("raise ValueError('export')", 1, "failed")]
 )
-def test_code_after_session_belongs_to_the_rank(tmp_path: Path, then: str, code: int, ending: str) -> None:
+def test_code_after_session_belongs_to_the_rank(tmp_path: Path, last_line: str, code: int, ending: str) -> None:
     script = tmp_path / "after.py"
-    script.write_text(AFTER + then)
+    script.write_text(CODE_AFTER_SESSION + last_line)
     run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
     ranks = Ranks(run, 1).expect(code)
-    # The agent gives a rank with a record 20 s to end: a longer export would be killed and reported as completed.
-    assert "in between: False" in ranks.logs()
-    assert stat.S_IMODE(ranks.attempt.rank_log(0).stat().st_mode) == 0o640  # the run's folder guards it
+    # No record yet: the agent gives a rank with a record 20 s to end, so a longer export would be killed.
+    assert "after the session: False" in ranks.logs()
+    assert stat.S_IMODE(ranks.attempt.rank_log(0).stat().st_mode) == 0o640  # the run folder restricts access
     assert [(r["ending"], r["step"]) for r in ranks.results()] == [(ending, 2)]
 
 
 def test_session_in_plain_python_writes_its_record(tmp_path: Path) -> None:
     script = tmp_path / "after.py"
-    script.write_text(AFTER)
+    script.write_text(CODE_AFTER_SESSION)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
     environ |= {"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "CLUSTERTRAIN_DEVICE": "cpu"}
-    done = proc.run([sys.executable, str(script)], env=environ, timeout_s=120.0)
-    assert "in between: True" in done.stdout
+    result = proc.run([sys.executable, str(script)], env=environ, timeout_s=120.0)
+    assert "after the session: True" in result.stdout
     assert fsio.read_json(tmp_path / "rank-0.json")["ending"] == "completed"
 
 
@@ -301,13 +302,13 @@ def test_child_processes_of_script_have_default_signals(tmp_path: Path) -> None:
         assert not ignored & 1 << (number - 1)
 
 
-UNUSED = Path(__file__).with_name("unused_parameter_script.py")
+UNUSED_PARAMETER = Path(__file__).with_name("unused_parameter_script.py")
 
 
-@pytest.mark.parametrize(("loop", "code"), [("own-loop", 1), ("train-step", 78)])
+@pytest.mark.parametrize(("loop", "code"), [("custom-loop", 1), ("train-step", 78)])
 def test_unused_parameter_is_named(loop: str, code: int, tmp_path: Path) -> None:
-    """DDP itself reports only indices, and only at the next step."""
-    run = make_run(tmp_path / "run", "ddp", 2, script=(UNUSED, (loop,)))
+    """DDP itself would report only indices, at the next step."""
+    run = make_run(tmp_path / "run", "ddp", 2, script=(UNUSED_PARAMETER, (loop,)))
     ranks = Ranks(run, 2)
     assert ranks.wait() == [code, code], ranks.logs()
     for result in ranks.results():
@@ -318,6 +319,6 @@ def test_unused_parameter_is_named(loop: str, code: int, tmp_path: Path) -> None
 
 def test_find_unused_parameters_allows_unused_parameter(tmp_path: Path) -> None:
     run = make_run(
-        tmp_path / "run", "ddp", 2, script=(UNUSED, ("train-step",)), parallel={"find_unused_parameters": True}
+        tmp_path / "run", "ddp", 2, script=(UNUSED_PARAMETER, ("train-step",)), parallel={"find_unused_parameters": True}
     )
     Ranks(run, 2).expect(0)

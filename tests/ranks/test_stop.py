@@ -1,4 +1,4 @@
-"""All ranks stop at the same step, however the request reaches them."""
+"""All ranks stop at the same step, no matter how the request reaches them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     assert ranks.events("stop_agreed")[0]["step"] == 4
 
 
-def test_stop_before_first_step_does_no_step(tmp_path: Path) -> None:
+def test_stop_before_first_step_trains_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2)
     ranks = Ranks(run, 2, setup=touch_stop_file)
     ranks.expect(0)
@@ -31,8 +31,8 @@ def test_stop_before_first_step_does_no_step(tmp_path: Path) -> None:
     assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
 
 
-def stop_with_deadline(step: int, left_s: float) -> None:
-    """Setup: the session expects saves to take ten seconds, and the agent grants ``left_s`` at step ``step``."""
+def stop_with_deadline(step: int, remaining_s: float) -> None:
+    """Setup: the session expects saves to take ten seconds, and at ``step`` the agent grants ``remaining_s``."""
     from clustertrain.train.session.session import Session, get_runtime
 
     original = Session.log
@@ -41,18 +41,18 @@ def stop_with_deadline(step: int, left_s: float) -> None:
         original(self, **scalars)
         get_runtime(self).checkpointer._deadline_tracker.save_durations_s.append(10.0)
         if self.step == step and self.rank == 1:
-            fsio.write_json(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop"), {"deadline": clock.now() + left_s})
+            fsio.write_json(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop"), {"deadline": clock.now() + remaining_s})
 
     Session.log = log  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("left_s", "saved"), [(5.0, False), (3600.0, True)])
-def test_deadline_decides_between_new_save_and_committed_one(tmp_path: Path, left_s: float, saved: bool) -> None:
+@pytest.mark.parametrize(("remaining_s", "saved"), [(5.0, False), (3600.0, True)])
+def test_deadline_decides_whether_a_stop_saves(tmp_path: Path, remaining_s: float, saved: bool) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2, steps=100_000, every=3)
-    ranks = Ranks(run, 2, setup=stop_with_deadline, args=(4, left_s)).expect(0)
-    ends = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
-    (ending, stopped_at, committed) = ends.pop()
-    assert not ends
+    ranks = Ranks(run, 2, setup=stop_with_deadline, args=(4, remaining_s)).expect(0)
+    endings = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
+    (ending, stopped_at, committed) = endings.pop()
+    assert not endings
     assert ending == "stopped"
     assert committed == (stopped_at if saved else (stopped_at - 1) // 3 * 3) > 0
     assert [e["save"] for e in ranks.events("stop_agreed")] == [saved]
@@ -62,7 +62,7 @@ def touch_stop_file() -> None:
     (Path(os.environ["CLUSTERTRAIN_RANK_DIR"]) / "stop").touch()
 
 
-def test_stop_right_after_resume_saves_nothing_twice(tmp_path: Path) -> None:
+def test_stop_right_after_resume_does_not_save_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
     Ranks(run, 2, 1, setup=touch_stop_at, args=(1,)).expect(0)
     marker = run.checkpoints / "step-00000003" / "COMMITTED"
@@ -87,10 +87,10 @@ def test_sigterm_to_all_processes_with_workers_ends_cleanly(tmp_path: Path) -> N
     assert {r["ending"] for r in results} == {"stopped"}
     assert len({r["step"] for r in results}) == 1
     assert results[0]["committed_step"] == results[0]["step"] > 0
-    assert clock.wait_until(lambda: not any(_alive(p) for p in workers), 30.0)
+    assert clock.wait_until(lambda: not any(_is_alive(p) for p in workers), 30.0)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -115,7 +115,7 @@ def list_workers() -> None:
     Loader._start_reading = start  # type: ignore[method-assign]
 
 
-OWN_LOADER = """
+CUSTOM_LOADER = """
 import os, pathlib, torch
 from torch.utils.data import DataLoader, TensorDataset
 import clustertrain as ct
@@ -140,20 +140,20 @@ with ct.session() as session:
 def test_data_worker_killed_by_stop_is_not_a_failure(
     tmp_path: Path, stop_requested: bool, ending: str, code: int, kind: str | None
 ) -> None:
-    script = tmp_path / "own_loader.py"
-    script.write_text(OWN_LOADER)
+    script = tmp_path / "custom_loader.py"
+    script.write_text(CUSTOM_LOADER)
     run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
     ranks = Ranks(run, 1)
     worker = ranks.rank_dir / "worker"
     assert clock.wait_until(lambda: worker.exists() and bool(worker.read_text()), 60.0), ranks.logs()
     os.kill(int(worker.read_text()), signal.SIGTERM)
-    if stop_requested:  # the request reaches the rank after the worker
+    if stop_requested:  # the signal reaches the worker before the rank sees the request
         clock.wait_until(lambda: False, 0.5)
-        ranks.tell_to_stop()
+        ranks.request_stop()
     ranks.expect(code)
     (result,) = ranks.results()
     assert (result["ending"], result["kind"]) == (ending, kind)
-    # The batches that the worker had prefetched may suffice for two more steps and their save.
+    # The batches that the worker has prefetched may suffice for two more steps and a save.
     assert result["committed_step"] in (2, 4)
 
 
@@ -169,7 +169,7 @@ def test_peer_killed_during_stop_leaves_others_stopped(tmp_path: Path) -> None:
 
 
 def stop_and_kill_last_rank(step: int) -> None:
-    """Setup: in step ``step``, request a stop of all ranks and kill the last one at once."""
+    """Setup: in step ``step``, request a stop and kill the last rank."""
     from clustertrain.train.session.session import Session
 
     def train_step(self: Session, *args: Any, **kw: Any) -> Any:

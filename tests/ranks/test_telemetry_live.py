@@ -23,7 +23,7 @@ from tests.runs import Run
 __all__ = ["nvml_library", "nvml_stub"]
 pytestmark = pytest.mark.ranks
 
-# After ten seconds, the second GPU has an error that its driver cannot correct.
+# After ten seconds, the second GPU has an uncorrectable ECC error.
 GPUS = """
 device 0 utilization 90
 device 0 power 600000
@@ -47,17 +47,17 @@ textfile = {textfile}
 def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
     nvml_stub.drive(GPUS)
     (tmp_path / "textfile").mkdir()
-    keep = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
-    command = json.dumps([sys.executable, "-c", keep, str(tmp_path / "alert.json")])
+    save_stdin = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
+    command = json.dumps([sys.executable, "-c", save_stdin, str(tmp_path / "alert.json")])
     table = TELEMETRY.format(command=command, textfile=json.dumps(str(tmp_path / "textfile")))
     recipe = runs.write_recipe(tmp_path, steps=100_000, more=table)
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     env = {**clean_env, **nvml_stub.environ(), "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
-    here = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
-    made = runs.submit(env, *here, str(recipe))
-    yield made
-    made.call("cancel", made.id, check=False)
-    made.wait_until_final()
+    options = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
+    submitted_run = runs.submit(env, *options, str(recipe))
+    yield submitted_run
+    submitted_run.call("cancel", submitted_run.id, check=False)
+    submitted_run.wait_until_final()
 
 
 def events_named(run: Run, event: str) -> list[events.Event]:
@@ -67,8 +67,8 @@ def events_named(run: Run, event: str) -> list[events.Event]:
 def test_active_run_exports_and_alerts_and_is_readable_later(run: Run, tmp_path: Path) -> None:
     run.wait_for_step(20)
     assert clock.wait_until(lambda: len(events_named(run, "exporter_started")) == 2, 60, 0.2), run.explain()
-    (where,) = (e for e in events_named(run, "exporter_started") if e.get("port"))
-    with urllib.request.urlopen(f"http://{where['address']}:{where['port']}/metrics", timeout=10) as answer:
+    (exporter,) = (e for e in events_named(run, "exporter_started") if e.get("port"))
+    with urllib.request.urlopen(f"http://{exporter['address']}:{exporter['port']}/metrics", timeout=10) as answer:
         page = answer.read().decode()
     assert 'clustertrain_gpu_utilization_ratio{attempt="1",gpu="1"' in page.replace(" ", "")
     assert "clustertrain_rank_steps_total" in page
@@ -89,8 +89,8 @@ def test_active_run_exports_and_alerts_and_is_readable_later(run: Run, tmp_path:
     run.wait_until_final()
     assert list((tmp_path / "textfile").glob("*.prom")) == []
     report = json.loads(run.call("telemetry", run.id, "--json").stdout)
-    (noted,) = (n for n in report["insights"] if n["code"] == "xid")
-    assert (noted["rank"], noted["uuid"]) == (1, report["gpus"][1]["uuid"])
+    (insight,) = (n for n in report["insights"] if n["code"] == "xid")
+    assert (insight["rank"], insight["uuid"]) == (1, report["gpus"][1]["uuid"])
     assert report["training"]["steps"] >= 20
     assert report["goodput"]["wall_s"] > 0
     run.call("telemetry", run.id, "--html", str(tmp_path / "page.html"), "--csv", str(tmp_path / "all.csv"))

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel, alone and with replicas and shards, match one process."""
+"""Tensor and sequence parallelism, alone and with replicas and shards, match one process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
-from tests.ranks.test_resume import save_what_was_restored
+from tests.ranks.test_resume import save_restored_state
 
 pytestmark = pytest.mark.ranks
 
-SCRIPT = Path(__file__).with_name("own_model_script.py")
+SCRIPT = Path(__file__).with_name("custom_model_script.py")
 LOSS, NORM = 2e-6, 5e-6  # relative, in fp32
 # Sizes that leave no power of two for the shards: 24 rows of q over 2 x 3 ranks, 10 of k.
 ODD = {"dim": 24, "heads": 12, "kv_heads": 6, "ffn_dim": 34, "vocab_size": 262}
@@ -34,12 +34,12 @@ def start(run: RunDir, layout: Layout, attempt: int = 1, setup: Callable[[], Non
 
 
 def one_thread() -> None:
-    """Setup: use one thread; more would only compete."""
+    """Setup: use one thread; more would compete for the cores."""
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def save_initial_values() -> None:
-    """Setup: save the initial values as step 1."""
+    """Setup: save the initial state as step 1."""
     from clustertrain.train.session.checkpointing import SessionCheckpointer
 
     one_thread()
@@ -63,12 +63,12 @@ def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None,
 
 
 def tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return the tensors of the newest checkpoint, without those of single ranks."""
-    actual = index.read_manifest(inspect.find_checkpoint(run.checkpoints)).tensors
-    return [(t.name, t.dtype, t.shape) for t in actual if t.kind != "other"]
+    """Return (name, dtype, shape) of the logical tensors in the newest checkpoint."""
+    manifest_tensors = index.read_manifest(inspect.find_checkpoint(run.checkpoints)).tensors
+    return [(t.name, t.dtype, t.shape) for t in manifest_tensors if t.kind != "other"]
 
 
-def assert_equal_but_for_rounding(
+def assert_equal_up_to_rounding(
     actual: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]]
 ) -> None:
     assert list(actual) == list(expected)
@@ -79,15 +79,15 @@ def assert_equal_but_for_rounding(
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Reference]:
-    """Losses and norms of one process, and its run, by options of the model."""
+    """Yield a function that trains a model on one process and returns its losses and norms by step, and the run."""
     with tempfile.TemporaryDirectory() as folder:
 
         @functools.cache
-        def actual(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
+        def train(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
             run = run_of(Path(folder, "-".join(["run", *model])), Layout(), model=model)
             return start(run, Layout(), setup=save_initial_values).expect(0).losses(), run
 
-        yield actual
+        yield train
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def reference() -> Iterator[Reference]:
 def test_layout_matches_one_process(
     tmp_path: Path, reference: Reference, layout: Layout, parallel: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    losses, whole = reference(**model)
+    losses, single_run = reference(**model)
     run = run_of(tmp_path / "run", layout, parallel, model=model)
     ranks = start(run, layout, setup=save_initial_values).expect(0)
-    assert_equal_but_for_rounding(ranks.losses(), losses)
-    assert digest(run, 1) == digest(whole, 1), "the initial values depend on the layout"
-    assert tensors(run) == tensors(whole)
+    assert_equal_up_to_rounding(ranks.losses(), losses)
+    assert digest(run, 1) == digest(single_run, 1), "the initial values depend on the layout"
+    assert tensors(run) == tensors(single_run)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_other_layout_restores_equal_tensors(tmp_path: Path, old: Layout, new: L
     start(run, old).expect(0)
     before = digest(run, 4)
     write_plan(run, new, new.world_size, global_batch=12)
-    saved_again = start(run, new, 2, setup=save_what_was_restored).expect(0)
+    saved_again = start(run, new, 2, setup=save_restored_state).expect(0)
     assert saved_again.events("restored")[0]["step"] == 4
     assert digest(run, 5) == before
 
@@ -137,7 +137,7 @@ def train_custom_model(folder: Path, layout: Layout, *arguments: str) -> Ranks:
 @pytest.fixture(scope="module")
 def single() -> Iterator[Ranks]:
     with tempfile.TemporaryDirectory() as folder:
-        yield train_custom_model(Path(folder, "alone"), Layout(), "8").expect(0)
+        yield train_custom_model(Path(folder, "single"), Layout(), "8").expect(0)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_custom_model_with_tp_plan_and_sgd_matches_one_process(
     tmp_path: Path, single: Ranks, layout: Layout, micro_batch: int
 ) -> None:
     ranks = train_custom_model(tmp_path / "run", layout, str(micro_batch)).expect(0)
-    assert_equal_but_for_rounding(ranks.losses(), single.losses())
+    assert_equal_up_to_rounding(ranks.losses(), single.losses())
     assert tensors(ranks.run) == tensors(single.run)
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("norm-left-out", "no pattern covers parameter norm.weight"),
+        ("norm-without-pattern", "no pattern covers parameter norm.weight"),
         ("odd-length", "17 does not divide over tp = 2: 17 / 2 = 8.5"),
         ("torch-dropout", "layers.0.dropout: Dropout would drop different values"),
     ],

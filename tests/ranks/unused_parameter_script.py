@@ -1,5 +1,5 @@
-"""A model with a layer that does not affect the loss, trained by ``train_step`` or by a custom loop (chosen by the
-argument)."""
+"""A model with a layer that does not affect the loss. The argument, ``train-step`` or ``custom-loop``, selects how it is
+trained."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Net(nn.Module):
         return out
 
 
-OWN_LOOP = sys.argv[1] == "own-loop"
+CUSTOM_LOOP = sys.argv[1] == "custom-loop"
 with ct.session() as session:
     model = session.parallelize(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if OWN_LOOP else session.optimizer("sgd", lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if CUSTOM_LOOP else session.optimizer("sgd", lr=0.1)
     for _ in session.steps(total=3, state={"model": model, "optimizer": optimizer}):
         x = torch.ones(4, 8)
-        if OWN_LOOP:
+        if CUSTOM_LOOP:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -20,7 +20,7 @@ from clustertrain.train.optim import build, registry
 from clustertrain.train.optim.param_info import build_param_table
 from clustertrain.train.session.session import get_runtime
 from tests.harness.optimizers.cells import CELLS
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 STEPS = 4
 

@@ -35,7 +35,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     now = clock.now()
     run = live_runs.new_run(tmp_path, now)
     live_runs.begin(run, now, NODES)
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
     for k, node in enumerate(NODES):
         live_runs.record(run, node, now, first=8 * k)
     return {**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1", "PYTHONWARNINGS": "error"}

@@ -1,4 +1,4 @@
-"""A running run with telemetry, metrics and events, for the tests of `top`."""
+"""Files of an active run with telemetry, metrics and events, for the tests of `top`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 Change = Callable[[str, int, dict[str, float]], None]
 
 
-def alive(job_id: str, run: RunDir, state: str = "RUNNING", reason: str = "", start: float | None = None) -> None:
+def create_job(job_id: str, run: RunDir, state: str = "RUNNING", reason: str = "", start: float | None = None) -> None:
     """Create a job of the local backend whose supervisor is this process."""
     folder = job_folder(job_id)
     folder.path.mkdir(parents=True, exist_ok=True)

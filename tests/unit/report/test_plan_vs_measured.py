@@ -71,9 +71,9 @@ def write_attempt(run: RunDir, n: int, step_s: float, *, steps: int = 20, world_
     rows.close()
 
 
-def render_text(accuracy: PlanAccuracy, width: int = 80, signs: Glyphs = UNICODE) -> str:
+def render_text(accuracy: PlanAccuracy, width: int = 80, glyphs: Glyphs = UNICODE) -> str:
     out = io.StringIO()
-    emit(make_console(out, width), *plan_accuracy_table(accuracy, signs))
+    emit(make_console(out, width), *plan_accuracy_table(accuracy, glyphs))
     return out.getvalue()
 
 

@@ -21,7 +21,7 @@ def render_text(summary: Summary, width: int) -> str:
 
 @pytest.fixture
 def summary(tmp_path: Path) -> Summary:
-    """Two nodes and two attempts; one GPU is idle, one node has no power readings, one GPU is lost."""
+    """Return two attempts on two nodes: one GPU is idle, one is lost, and one node has no power readings."""
     run = new_run(tmp_path)
     for n in (1, 2):
         attempt = new_attempt(run, n, str(40 + n), ["gpu-node-01", "gpu-node-02"])
@@ -72,7 +72,7 @@ def test_report_without_records(tmp_path: Path) -> None:
     assert "nothing has been recorded yet" in render_text(summarize(new_run(tmp_path)), 80)
 
 
-def test_many_notes_of_one_kind_are_counted(tmp_path: Path) -> None:
+def test_many_similar_insights_are_counted(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])
     text = render_text(summarize(run), 80)

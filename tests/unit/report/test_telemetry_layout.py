@@ -92,7 +92,7 @@ def test_report_content_of_eight_gpus(width: int) -> None:
         assert expected in text, expected
 
 
-def test_large_job_shows_noted_and_extreme_gpus() -> None:
+def test_large_job_shows_gpus_with_insights_and_extremes() -> None:
     text = render_text(summary_of_1024_gpus(), 80)
     assert len(text.splitlines()) < 90
     rows = [line for line in text.splitlines() if line.startswith(("n7 ", "n50 ", "n90 ")) and "/80" in line]
@@ -103,7 +103,7 @@ def test_large_job_shows_noted_and_extreme_gpus() -> None:
     assert sum("/80" in line for line in complete.splitlines()) == 1024
 
 
-def test_hidden_notes_are_counted() -> None:
+def test_hidden_insights_are_counted() -> None:
     summary = summary_of_1024_gpus()
     for number in range(8):
         for node in ("n1", "n2", "n3", "n4"):
@@ -121,7 +121,7 @@ def test_cpu_run_has_no_gpu_sections() -> None:
     assert "no GPU metrics" in text
     assert "676,000 tokens/s" in text and "tokens/s per " not in text
     assert "GPU utilization" not in text
-    assert "i  2 nodes have no GPU samples" in text, "not a fault of a run on CPUs"
+    assert "i  2 nodes have no GPU samples" in text, "it is only information in a run on CPUs"
 
 
 def test_only_named_terminal_colors_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,19 +148,19 @@ def without_field(summary: Summary, name: str) -> Summary:
             return {k: strip(v) for k, v in value.items()}
         if not isinstance(value, msgspec.Struct):
             return value
-        kept = {f: strip(getattr(value, f)) for f in value.__struct_fields__}
-        return type(value)(**{**kept, **({name: None} if name in optional_fields(type(value)) else {})})
+        values = {f: strip(getattr(value, f)) for f in value.__struct_fields__}
+        return type(value)(**{**values, **({name: None} if name in optional_fields(type(value)) else {})})
 
     stripped: Summary = strip(summary)
     return replace(stripped, insights=build_notes(stripped))
 
 
 @functools.cache
-def optional_fields(kind: type[msgspec.Struct]) -> set[str]:
-    return {f.encode_name for f in msgspec.structs.fields(kind) if type(None) in typing.get_args(f.type)}
+def optional_fields(struct: type[msgspec.Struct]) -> set[str]:
+    return {f.encode_name for f in msgspec.structs.fields(struct) if type(None) in typing.get_args(f.type)}
 
 
-KINDS = (
+STRUCTS = (
     Summary,
     GpuSummary,
     HostSummary,
@@ -175,13 +175,13 @@ KINDS = (
 
 # A wide report has all columns of a narrow one, so the narrow one runs only with --long.
 @pytest.mark.parametrize("width", [pytest.param(80, marks=pytest.mark.long), 160])
-@pytest.mark.parametrize("name", sorted(set().union(*map(optional_fields, KINDS))))
+@pytest.mark.parametrize("name", sorted(set().union(*map(optional_fields, STRUCTS))))
 def test_any_optional_field_may_be_missing(name: str, width: int) -> None:
     summary = without_field(broken(), name)
     assert "gpt-abc234" in render_text(summary, width)
     codes = {n.code for n in summary.insights}
-    for code, needs in {"gpu_unused": "utilization", "slow_gpu": "sm_clock_mhz", "throttled": "thermal"}.items():
-        assert code in codes or name == needs, f"{code} does not need {name}"
+    for code, field in {"gpu_unused": "utilization", "slow_gpu": "sm_clock_mhz", "throttled": "thermal"}.items():
+        assert code in codes or name == field, f"{code} does not need {name}"
 
 
 def test_mig_slice_shows_sm_activity() -> None:

@@ -24,7 +24,7 @@ def mark(t: float, kind: str, text: str = "", end: float | None = None) -> Timel
 
 @pytest.fixture
 def preempted() -> Summary:
-    """Two attempts: up to 3,000 s, and from 3,600 s on."""
+    """Return a run of two attempts: 0 s to 3,000 s, and 3,600 s to now."""
     first = attempt(
         1,
         0,

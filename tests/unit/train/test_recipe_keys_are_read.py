@@ -1,4 +1,4 @@
-"""What optimizer, schedule, objective and clipping read of a recipe, against what submit takes for it."""
+"""Recipe keys that the optimizer, schedule, objective and clipping read, and those that submission accepts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from clustertrain.train.stability.ring_buffer import RingBuffer
 CPU = torch.device("cpu")
 
 
-def read(table: str, recipe: Recipe, keys: Any) -> set[str]:
+def accepted_keys(table: str, recipe: Recipe, keys: Any) -> set[str]:
     return {key for key in keys if unused_reason(recipe, f"{table}.{key}") is None}
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
-def test_options_of_an_optimizer(name: OptimizerName) -> None:
+def test_optimizer_keys_match_its_options(name: OptimizerName) -> None:
     others = {"betas": (0.5, 0.6), "eps": 1e-3, "momentum": 0.4, "nesterov": True}
     spec = OptimSpec(name=name)
 
@@ -35,59 +35,59 @@ def test_options_of_an_optimizer(name: OptimizerName) -> None:
         return registry.build_options(spec, is_text=True, device=CPU)
 
     used = {k for k, v in others.items() if options(msgspec.structs.replace(spec, **{k: v})) != options(spec)}
-    assert read("optim", Recipe(optim=spec), others) == used
+    assert accepted_keys("optim", Recipe(optim=spec), others) == used
 
 
-OF_SCHEDULE: dict[str, Any] = {
+SCHEDULE_VALUES: dict[str, Any] = {
     "warmup_steps": 7, "floor": 0.3, "milestones": (20,), "gamma": 0.7, "cooldown_steps": 31, "rise": 0.6,
     "initial": 0.3, "final": 0.5, "factor": 0.9, "patience": 1, "threshold": 0.5,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", get_args(ScheduleKind))
-def test_keys_of_a_schedule(kind: ScheduleKind) -> None:
-    assert OF_SCHEDULE.keys() == set(ScheduleSpec.__struct_fields__) - {"kind"}
+def test_schedule_keys_match_those_read(kind: ScheduleKind) -> None:
+    assert SCHEDULE_VALUES.keys() == set(ScheduleSpec.__struct_fields__) - {"kind"}
     spec = ScheduleSpec(kind=kind)
 
     def rates(spec: ScheduleSpec) -> list[float]:
-        rate, found = LearningRate(spec, peak=1.0, total=100), []
+        rate, values = LearningRate(spec, peak=1.0, total=100), []
         for step in range(1, 101):
-            found.append(rate.at(step))
-            rate.observe(1.0 - 0.001 * step if step < 50 else 2.0)  # better, but by less than the other threshold
-        return found
+            values.append(rate.at(step))
+            rate.observe(1.0 - 0.001 * step if step < 50 else 2.0)  # improves by less than the changed threshold
+        return values
 
-    used = {k for k, v in OF_SCHEDULE.items() if rates(msgspec.structs.replace(spec, **{k: v})) != rates(spec)}
+    used = {k for k, v in SCHEDULE_VALUES.items() if rates(msgspec.structs.replace(spec, **{k: v})) != rates(spec)}
     validated = {"data": {"validation": 0.1}, "evaluation": {"every": 5}}
     recipe = msgspec.convert({**validated, "schedule": {"kind": kind}}, Recipe)
-    assert read("schedule", recipe, OF_SCHEDULE) == used
+    assert accepted_keys("schedule", recipe, SCHEDULE_VALUES) == used
 
 
 @pytest.mark.parametrize("kind", [k for k in get_args(ObjectiveKind) if k != "auto"])
-def test_keys_of_an_objective(kind: ObjectiveKind) -> None:
+def test_objective_keys_match_its_arguments(kind: ObjectiveKind) -> None:
     names = {key: key for key in ("ignore_index", "delta", "temperature")} | {"label_smoothing": "smoothing"}
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
     recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
-    taken = getattr(losses.build_loss(recipe), "keywords", {})
-    assert read("objective", recipe, names) == {key for key, argument in names.items() if argument in taken}
+    arguments = getattr(losses.build_loss(recipe), "keywords", {})
+    assert accepted_keys("objective", recipe, names) == {key for key, argument in names.items() if argument in arguments}
 
 
-@pytest.mark.parametrize("way", get_args(ClipMethod))
-def test_keys_of_clipping(way: ClipMethod) -> None:
+@pytest.mark.parametrize("method", get_args(ClipMethod))
+def test_clipping_keys_match_those_read(method: ClipMethod) -> None:
     others = {"clip_norm": 0.5, "clip_value": 0.01, "clip_quantile": 0.6}
 
-    def clipped(**more: float) -> list[float]:
-        found = []
+    def clip_gradients(**options: float) -> list[float]:
+        gradients = []
         for count in (0, 100):
             norms = RingBuffer(100, CPU)
             for i in range(count):
                 norms.push(torch.tensor(2.0 + 0.1 * i))
             weight = torch.nn.Parameter(torch.zeros(1))
             weight.grad = torch.tensor([20.0])
-            norm, asked = weight.grad.norm(), clipping.Clipping.from_spec(OptimSpec(clip=way, **more))
-            limit = clipping.compute_norm_limit(asked, norms, CPU)
-            clipping.scale_and_clip(asked, [weight], torch.ones(()), norm, limit)
-            found.append(float(weight.grad))
-        return found
+            norm, clip_options = weight.grad.norm(), clipping.Clipping.from_spec(OptimSpec(clip=method, **options))
+            limit = clipping.compute_norm_limit(clip_options, norms, CPU)
+            clipping.scale_and_clip(clip_options, [weight], torch.ones(()), norm, limit)
+            gradients.append(float(weight.grad))
+        return gradients
 
-    used = {key for key, value in others.items() if clipped(**{key: value}) != clipped()}
-    assert read("optim", Recipe(optim=OptimSpec(clip=way)), others) == used
+    used = {key for key, value in others.items() if clip_gradients(**{key: value}) != clip_gradients()}
+    assert accepted_keys("optim", Recipe(optim=OptimSpec(clip=method)), others) == used

@@ -22,7 +22,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.optim import build, registry
 from clustertrain.train.optim.param_info import build_param_table
-from tests.unit.train.alone import ALONE, group_of_one
+from tests.unit.train.single_process import ALONE, single_process_group
 
 pytestmark = pytest.mark.long
 
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    with group_of_one():
+    with single_process_group():
         yield
 
 

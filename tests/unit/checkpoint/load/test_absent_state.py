@@ -20,7 +20,7 @@ from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.step_guard import StepGuard
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 
 class Later:

@@ -1,4 +1,4 @@
-"""The HTML report: content, safety, size, and what is left out of large runs."""
+"""The HTML report: content, safety, size, and what it omits for large runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page with their attributes and text."""
+    """Parser that collects the elements of a page with their attributes and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ def embedded_data(text: str) -> dict[str, Any]:
 
 
 def test_static_content_has_the_summary(report_data: tuple[Summary, Curves]) -> None:
-    words = " ".join(Elements(page.render(*report_data)).visible)
+    text = " ".join(Elements(page.render(*report_data)).visible)
     header = ("llama-8b-pretrain-k3v7xq", "8812", "99.8%", "hybrid_shard")
     for expected in (*header, "critical", "was not used", "ask for one GPU less", "preempted", "productive steps",
                      "GPU-00000002-77aa-4b1e-9c3d", "Xid 94"):  # fmt: skip
-        assert expected in words, expected
+        assert expected in text, expected
 
 
 def test_run_content_cannot_inject_markup(report_data: tuple[Summary, Curves]) -> None:
@@ -124,27 +124,27 @@ def test_packed_numbers_round_trip(rows: int) -> None:
     values[rng.random(values.shape) < 0.1] = np.nan
     packer = Packer()
     packer.add(CurveTable(0.0, 1.0, 1500, {"other": values[:1]}), {"other": 1.0})
-    place = packer.add(CurveTable(5.0, 2.0, 1500, {"power_w": values, "unknown": values}), {"power_w": 2.0})
-    assert place["curves"].keys() == {"power_w"} and (place["start"], place["step"]) == (5.0, 2.0)
-    one = place["curves"]["power_w"]
-    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.encode())), np.uint8)[one["offset"] :]
+    table = packer.add(CurveTable(5.0, 2.0, 1500, {"power_w": values, "unknown": values}), {"power_w": 2.0})
+    assert table["curves"].keys() == {"power_w"} and (table["start"], table["step"]) == (5.0, 2.0)
+    curve = table["curves"]["power_w"]
+    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.encode())), np.uint8)[curve["offset"] :]
     steps = data[: values.size].astype(int)
-    if one["bits"] == 16:
+    if curve["bits"] == 16:
         steps = steps + 256 * data[values.size : 2 * values.size].astype(int)
-    levels = np.cumsum(steps.reshape(values.shape), axis=1) % 2 ** one["bits"]
-    top = 2 ** one["bits"] - 2
+    levels = np.cumsum(steps.reshape(values.shape), axis=1) % 2 ** curve["bits"]
+    top = 2 ** curve["bits"] - 2
     assert np.array_equal(levels > top, np.isnan(values))
-    decoded = np.where(levels > top, np.nan, one["low"] + levels * (one["high"] - one["low"]) / top)
+    decoded = np.where(levels > top, np.nan, curve["low"] + levels * (curve["high"] - curve["low"]) / top)
     assert np.nanmax(np.abs(decoded - 2 * values)) <= 1500 / top / 2 + 1e-6
-    assert one["bits"] == (16 if rows == 1 else 8)
+    assert curve["bits"] == (16 if rows == 1 else 8)
 
 
 @pytest.mark.parametrize(
     "values", [[[5.0, 5.0]], [[np.nan, np.nan]], [[np.inf, 1.0]]], ids=["flat", "none", "infinite"]
 )
 def test_degenerate_curves_are_packed(values: list[list[float]]) -> None:
-    place = Packer().add(CurveTable(0.0, 1.0, 2, {"loss": np.array(values)}), {"loss": 1.0})["curves"]["loss"]
-    assert np.isfinite([place["low"], place["high"]]).all()
+    curve = Packer().add(CurveTable(0.0, 1.0, 2, {"loss": np.array(values)}), {"loss": 1.0})["curves"]["loss"]
+    assert np.isfinite([curve["low"], curve["high"]]).all()
 
 
 def test_page_of_32_gpus_for_a_day_is_under_1_mb(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_page_without_samples(report_data: tuple[Summary, Curves]) -> None:
         waste=None,
     )
     elements = Elements(page.render(summary, empty_curves()))
-    words = " ".join(elements.visible)
-    assert "No samples were recorded" in words and "was not used" in words
-    assert "need JavaScript" not in words, "a script would add nothing"
+    text = " ".join(elements.visible)
+    assert "No samples were recorded" in text and "was not used" in text
+    assert "need JavaScript" not in text, "there is nothing for a script to draw"
 
 
 def test_missing_values_are_dashes(report_data: tuple[Summary, Curves]) -> None:
@@ -217,10 +217,10 @@ def test_rare_events_are_kept_among_many(report_data: tuple[Summary, Curves]) ->
     frequent = [TimelineEvent(float(i), "checkpoint", f"step {i}") for i in range(6000)]
     rare = [TimelineEvent(i + 0.5, "xid", f"Xid {i}") for i in range(200)]
     attempt = msgspec.structs.replace(report_data[0].attempts[0], events=frequent + rare)
-    marks, left_out = charts.lane_events(msgspec.structs.replace(report_data[0], attempts=[attempt]))
+    marks, omitted = charts.lane_events(msgspec.structs.replace(report_data[0], attempts=[attempt]))
     assert sum(p.mark.kind == "xid" for p in marks) == 200 and len(marks) == 1500
     assert [p.mark.t for p in marks] == sorted(p.mark.t for p in marks)
-    assert left_out is not None and "1500 of 6200 events" in left_out
+    assert omitted is not None and "1500 of 6200 events" in omitted
 
 
 def test_unwritable_path_raises(report_data: tuple[Summary, Curves], tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_uplot_is_the_published_file() -> None:
 
 
 def test_uplot_license_is_in_the_page(report_data: tuple[Summary, Curves]) -> None:
-    words = " ".join(Elements(page.render(*report_data)).visible)
-    assert "Leon Sorokin" in words and "Permission is hereby granted" in words
+    text = " ".join(Elements(page.render(*report_data)).visible)
+    assert "Leon Sorokin" in text and "Permission is hereby granted" in text
 
 
 def test_wheel_includes_the_templates() -> None:
@@ -274,11 +274,11 @@ def test_wheel_includes_the_templates() -> None:
 def test_header_shows_wasted_gpu_hours(report_data: tuple[Summary, Curves]) -> None:
     summary, curves = report_data
     waste = Waste(gpu_hours=0.104, wasted_gpu_hours=0.0385, by_cause={})
-    words = " ".join(Elements(page.render(msgspec.structs.replace(summary, waste=waste), curves)).visible)
-    assert "0.10, including 0.04 (37%) without training" in words
+    text = " ".join(Elements(page.render(msgspec.structs.replace(summary, waste=waste), curves)).visible)
+    assert "0.10, including 0.04 (37%) without training" in text
 
 
-def test_note_names_rank_and_full_uuid_once(report_data: tuple[Summary, Curves]) -> None:
+def test_insight_names_rank_and_full_uuid_once(report_data: tuple[Summary, Curves]) -> None:
     uuid = "GPU-5b1c9f0e-77aa-4b1e-9c3d-0123456789ab"
     insights = [
         Insight(severity="warning", code="a", text="GPU 3 of n1 is slow, rank 31 waits", uuid=uuid, rank=3),
@@ -292,11 +292,11 @@ def test_note_names_rank_and_full_uuid_once(report_data: tuple[Summary, Curves])
 def test_goodput_parts_have_the_terminal_labels_and_a_color(report_data: tuple[Summary, Curves]) -> None:
     ledger = Goodput(**dict.fromkeys(TIME_CATEGORIES, 10.0), wall_s=10.0 * len(TIME_CATEGORIES))
     text = page.render(msgspec.structs.replace(report_data[0], goodput=ledger), report_data[1])
-    words = " ".join(Elements(text).visible)
+    visible = " ".join(Elements(text).visible)
     for part in TIME_CATEGORIES:
         assert f".part-{part.removesuffix('_s')} {{" in text
-        assert GOODPUT_LABELS[part] in words
-    assert "between steps" in words
+        assert GOODPUT_LABELS[part] in visible
+    assert "between steps" in visible
 
 
 def test_page_has_the_phases_of_the_terminal(report_data: tuple[Summary, Curves]) -> None:

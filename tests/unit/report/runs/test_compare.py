@@ -1,4 +1,4 @@
-"""The settings that differ between runs, and the telemetry of two."""
+"""Settings that differ between runs, and the telemetry of two runs side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET_{name} = "{name}"
 LAYOUT = {"strategy": "fsdp", "dp_shard": 8}
 
 
-def a_run(home: Path, name: str, lr: float, mem: str, micro_batch: int, interval: float = 1.0) -> RunDir:
+def make_run(home: Path, name: str, lr: float, mem: str, micro_batch: int, interval: float = 1.0) -> RunDir:
     run = new_run(home, name)
     run.spec.write_text(SPEC.format(lr=lr, mem=mem, interval=interval, name=name.partition("-")[0].upper()))
     plan = {"nodes": 2, "precision": "bf16", "layout": LAYOUT, "batch": {"micro_batch": micro_batch}, "reasons": [name]}
@@ -38,23 +38,23 @@ def a_run(home: Path, name: str, lr: float, mem: str, micro_batch: int, interval
     return run
 
 
-def test_relevant_settings(tmp_path: Path) -> None:
-    a = a_run(tmp_path, "one-aaaaaa", 3e-4, "100G", 4, interval=1.0)
-    b = a_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
+def test_differing_settings_are_listed_without_secrets(tmp_path: Path) -> None:
+    a = make_run(tmp_path, "one-aaaaaa", 3e-4, "100G", 4, interval=1.0)
+    b = make_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
     for run in (a, b):
         record(new_attempt(run), [(gpu(i), busy()) for i in range(2)])
-    found = compare.compare_runs([a, b])
-    assert [(s.key, *s.values) for s in found.settings] == [
+    comparison = compare.compare_runs([a, b])
+    assert [(s.key, *s.values) for s in comparison.settings] == [
         ("batch.micro_batch", 4, 8),
         ("recipe.optim.lr", 3e-4, 1e-4),
         ("env", ["SECRET_ONE"], ["SECRET_TWO"]),
     ]
     assert load_settings(a)["layout"] == "fsdp"
-    assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
+    assert '"ONE"' not in json.dumps(msgspec.to_builtins(comparison)), "a variable's value may be a secret"
 
 
 @pytest.mark.parametrize(
-    ("more", "there", "not_there"),
+    ("spec", "included", "excluded"),
     [
         (
             '[script]\npath = "train.py"\nargs = ["--lr", "1"]\ncwd = "/"\n',
@@ -67,33 +67,34 @@ def test_relevant_settings(tmp_path: Path) -> None:
             {"recipe.model.dim", "recipe.model.layers", "recipe.model.convnet.width"},
         ),
     ],
+    ids=["script", "model entry"],
 )
-def test_only_effective_settings_are_compared(more: str, there: set[str], not_there: set[str], tmp_path: Path) -> None:
-    run = a_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
+def test_only_effective_settings_are_compared(spec: str, included: set[str], excluded: set[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
     with run.spec.open("a") as file:
-        file.write(more)
-    found = load_settings(run).keys()
-    assert there <= found and not not_there & found
+        file.write(spec)
+    keys = load_settings(run).keys()
+    assert included <= keys and not excluded & keys
 
 
 def test_unreadable_plan_is_reported(tmp_path: Path) -> None:
-    a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
+    a, b = (make_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
     b.plan.write_text("no plan")
-    found = compare.compare_runs([a, b])
-    assert found.settings == []
-    assert any(note.startswith("the settings of two-bbbbbb cannot be read") for note in found.notes)
+    comparison = compare.compare_runs([a, b])
+    assert comparison.settings == []
+    assert any(note.startswith("the settings of two-bbbbbb cannot be read") for note in comparison.notes)
 
 
-def test_two_runs_have_their_telemetry(tmp_path: Path) -> None:
-    runs = [a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb", "new-cccccc")]
+def test_telemetry_of_exactly_two_runs_is_compared(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb", "new-cccccc")]
     for run, utilization in zip(runs[:2], (0.8, 0.4), strict=True):
         record(new_attempt(run), [(gpu(i), busy(utilization)) for i in range(2)])
-    found = compare.compare_runs(runs[:2]).telemetry
-    assert found is not None
-    assert found.figures["utilization"].ratio == pytest.approx(0.5)
+    telemetry = compare.compare_runs(runs[:2]).telemetry
+    assert telemetry is not None
+    assert telemetry.figures["utilization"].ratio == pytest.approx(0.5)
     assert compare.compare_runs(runs).telemetry is None, "only two runs are compared side by side"
 
 
-def test_runs_without_telemetry_have_no_comparison_of_it(tmp_path: Path) -> None:
-    runs = [a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb")]
+def test_runs_without_telemetry_have_no_comparison(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb")]
     assert compare.compare_runs(runs).telemetry is None

@@ -32,10 +32,10 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, now: float) -> RunDir:
-    """Two nodes of four GPUs: one GPU is throttled and behind, one idle, one lost."""
+    """Return a run on two nodes of four GPUs: one GPU is throttled and lags, one is idle, one is lost."""
     run = live_runs.new_run(tmp_path, now)
     live_runs.begin(run, now, NODES)
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
 
     def change(node: str, _: int, v: dict[str, float]) -> None:
         if node == NODES[1]:
@@ -81,7 +81,7 @@ def test_eta_includes_past_checkpoint_overhead(run: RunDir, now: float) -> None:
 def test_eta_before_the_first_checkpoint_has_no_overhead(tmp_path: Path, now: float) -> None:
     run = live_runs.new_run(tmp_path, now)
     live_runs.begin(run, now, NODES[:1], steps=150)
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
     view = RunMonitor(run, now=lambda: now).poll(wait=True)
     assert view.overhead is None
     assert view.eta_s == pytest.approx(9850 * 0.5)
@@ -91,7 +91,7 @@ def test_eta_before_the_first_checkpoint_has_no_overhead(tmp_path: Path, now: fl
 def test_rank_speed_is_measured_between_polls(tmp_path: Path, now: float) -> None:
     run = live_runs.new_run(tmp_path, now)
     live_runs.begin(run, now, NODES[:1])
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
     live_runs.record(run, NODES[0], now, gpus=1, seconds=20)
     live = RunMonitor(run, now=lambda: now)
     assert live.poll(wait=True).rows[0].step_s is None
@@ -182,7 +182,7 @@ def test_alerts_stay_until_they_are_cleared() -> None:
 def test_cpu_run_shows_no_gpu_columns(tmp_path: Path, now: float) -> None:
     run = live_runs.new_run(tmp_path, now)
     live_runs.begin(run, now, NODES[:1])
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
     reason = "LIBRARY_NOT_FOUND: no driver"
     live_runs.record(run, NODES[0], now, gpus=0, ranks=2, nvml=reason)
     text = "\n".join(render_lines(RunMonitor(run).poll(wait=True)))
@@ -192,7 +192,7 @@ def test_cpu_run_shows_no_gpu_columns(tmp_path: Path, now: float) -> None:
 
 def test_pending_run(tmp_path: Path, now: float) -> None:
     run = live_runs.new_run(tmp_path, now)
-    live_runs.alive("local-1", run, "PENDING", "Resources", now + 3600)
+    live_runs.create_job("local-1", run, "PENDING", "Resources", now + 3600)
     text = "\n".join(render_lines(RunMonitor(run).poll(wait=True)))
     assert "pending" in text
     assert f"waiting for Resources, expected to start {terminal.format_timestamp(now + 3600)}" in text
@@ -202,7 +202,7 @@ def test_pending_run(tmp_path: Path, now: float) -> None:
 def test_running_run_without_records(tmp_path: Path, now: float) -> None:
     run = live_runs.new_run(tmp_path, now)
     live_runs.begin(run, now, NODES)
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
     text = "\n".join(render_lines(RunMonitor(run).poll(wait=True)))
     assert "! gpu-node-00, gpu-node-01: has recorded nothing yet" in text
     assert "nothing has been recorded yet" in text
@@ -211,7 +211,7 @@ def test_running_run_without_records(tmp_path: Path, now: float) -> None:
 def test_telemetry_off(tmp_path: Path, now: float) -> None:
     run = live_runs.new_run(tmp_path, now, spec='[job]\nbackend = "local"\n[recipe.telemetry]\nenabled = false\n')
     live_runs.begin(run, now, NODES)
-    live_runs.alive("local-1", run)
+    live_runs.create_job("local-1", run)
     text = "\n".join(render_lines(RunMonitor(run).poll(wait=True)))
     assert "telemetry is off" in text and "step 1200/10000" in text
 
@@ -220,7 +220,7 @@ def test_ended_run(run: RunDir, now: float) -> None:
     log = fsio.JsonlAppender(run.attempt(1).events_path("batch"))
     log.append({"t": now, "event": "ended", "ending": "completed", "reason": "done", "last_step": 1200})
     log.close()
-    live_runs.alive("local-1", run, "COMPLETED")
+    live_runs.create_job("local-1", run, "COMPLETED")
     view = RunMonitor(run, now=lambda: now + 1e5).poll(wait=True)
     text = "\n".join(render_lines(view))
     assert "the run has ended (completed); this is its last state" in text
@@ -235,7 +235,7 @@ def test_silent_nodes(run: RunDir, now: float) -> None:
     assert "no step for 10m00s" in text
 
 
-def test_scheduler_does_not_answer(run: RunDir) -> None:
+def test_unanswered_scheduler_query_is_shown(run: RunDir) -> None:
     fsio.write_text(run.path.parent.parent / "local" / "1" / "job.json", "{")
     text = "\n".join(render_lines(RunMonitor(run).poll(wait=True)))
     assert "did not answer" in text and "gpu-node-00" in text
@@ -291,14 +291,14 @@ def test_truncated_alerts_are_marked() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 160])
-def test_phase_and_step_stay_and_dropped_columns_are_named(run: RunDir, width: int) -> None:
+def test_phase_and_step_are_kept_and_dropped_columns_named(run: RunDir, width: int) -> None:
     lines = render_lines(RunMonitor(run).poll(wait=True), width, 40)
-    (titles,) = (line for line in lines if line.startswith("Node "))
-    assert titles.split()[-1] != "Ste" and "Step" in titles and "Phase" in titles and "Util" in titles
+    (header,) = (line for line in lines if line.startswith("Node "))
+    assert header.split()[-1] != "Ste" and "Step" in header and "Phase" in header and "Util" in header
     text = " ".join(" ".join(lines).split())
     for title in ("GiB", "W", "MHz", "Held", "Rank", *(["s/step", "SM", "Age"] if width >= 120 else [])):
         dropped = text.partition("no room for ")[2].partition(": widen the terminal")[0].split(", ")
-        assert (title in titles.split()) != (title in dropped), title
+        assert (title in header.split()) != (title in dropped), title
     assert ("no room for" in text) == (width in (40, 60, 120))
 
 

@@ -1,5 +1,5 @@
 """What becomes of a count that another machine, or nobody, could make. Interpreters are stood in for by scripts; with
-real ones: tests/ranks/test_own_model_counted.py."""
+real ones: tests/ranks/test_custom_model_count.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a rank: stop flag, result record, metrics, environment, seeds."""
+"""Stop flag, result record, metrics, environment and seeds of a rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_single_process_agrees_with_its_flag() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_failure_kinds(error: BaseException, kind: str) -> None:
+def test_exceptions_are_classified(error: BaseException, kind: str) -> None:
     assert classify_failure(error) == kind
 
 
@@ -111,7 +111,7 @@ def test_result_record(tmp_path: Path) -> None:
         "reason": None,
         "budget_spent": False,
         "error": {"type": "ValueError", "message": "no good"},
-        "peak_allocated_gib": None,  # there is no such allocator on a CPU
+        "peak_allocated_gib": None,  # CPU tensors have no such allocator
     }
     result.record_stopped()
     assert json.loads((tmp_path / "rank-3.json").read_text())["ending"] == "stopped"
@@ -120,18 +120,18 @@ def test_result_record(tmp_path: Path) -> None:
 
 def test_closed_session_is_recorded_before_script_returns(tmp_path: Path) -> None:
     result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
-    left = tmp_path / "finished-3.json"
+    finished_file = tmp_path / "finished-3.json"
     result.defer_completion()
     result.begin_loop(4)
     result.record_session_closed()
-    assert not left.exists()  # early
+    assert not finished_file.exists()  # the loop has not finished
     result.finished, result.step, result.committed_step = True, 4, 4
     result.record_session_closed()
-    record = json.loads(left.read_text())
+    record = json.loads(finished_file.read_text())
     assert (record["ending"], record["finished"], record["step"], record["committed_step"]) == ("completed", True, 4, 4)
     assert not (tmp_path / "rank-3.json").exists()
     result.begin_loop(8)  # another loop begins
-    assert not left.exists() and not result.finished
+    assert not finished_file.exists() and not result.finished
 
 
 def test_metrics_rows_are_written_one_step_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,9 +151,9 @@ def test_metrics_rows_are_written_one_step_late(tmp_path: Path, capsys: pytest.C
 
 
 def test_loggable_scalars_besides_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"loss": np.float32(0.5), "n": np.array(3), "best": np.bool_(True), "phase": "warm-up", "lr": None}
+    values = {"loss": np.float32(0.5), "n": np.array(3), "best": np.bool_(True), "phase": "warm-up", "lr": None}
     metrics = MetricsWriter(tmp_path / "m.jsonl", echo_every=1)
-    metrics.enqueue({"step": 1}, {**{k: check_scalar(k, v) for k, v in given.items()}, "step": "mine"})
+    metrics.enqueue({"step": 1}, {**{k: check_scalar(k, v) for k, v in values.items()}, "step": "mine"})
     metrics.close()
     row = {"step": 1, "loss": 0.5, "n": 3, "best": True, "phase": "warm-up", "lr": None}
     assert list(fsio.read_jsonl(tmp_path / "m.jsonl")) == [row]
@@ -170,8 +170,8 @@ def test_context_from_environment(tmp_path: Path) -> None:
     alone = context.context_from_environment(environ={"CLUSTERTRAIN_DEVICE": "cpu"})
     assert (alone.rank, alone.world_size, alone.launched_by_torchrun, alone.layout.strategy) == (0, 1, False, "single")
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "CLUSTERTRAIN_DEVICE": "cpu"}
-    ours = context.context_from_environment(environ=torchrun)
-    assert (ours.launched_by_torchrun, ours.layout.strategy, ours.layout.world_size, ours.run) == (True, "ddp", 2, None)
+    distributed = context.context_from_environment(environ=torchrun)
+    assert (distributed.launched_by_torchrun, distributed.layout.strategy, distributed.layout.world_size, distributed.run) == (True, "ddp", 2, None)
     with pytest.raises(ConfigError, match="WORLD_SIZE = 'two'"):
         context.context_from_environment(environ={**torchrun, "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match=r"plan\.json: the file is missing"):
@@ -207,7 +207,7 @@ def test_rng_state_is_captured_and_restored() -> None:
 
 
 def test_derived_seeds_do_not_change() -> None:
-    # The order of the data and the initial values hang on it.
+    # The data order and the initial values depend on them.
     assert seeds.derive_seed(1, "order", 0) == 7977229684334264838
     assert seeds.derive_seed(1, "order", 0) != seeds.derive_seed(1, "order", 1)
     assert 0 <= seeds.derive_seed(2**63 - 1, "x") < 2**63

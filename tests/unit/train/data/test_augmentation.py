@@ -91,6 +91,6 @@ def test_mixup_weighs_images_and_classes_alike() -> None:
 
 def test_augmentation_depends_only_on_the_generator() -> None:
     options = {"crop": 2, "flip": True, "color": 0.4, "mixup": 0.4}
-    one, again, other = augmented(5, **options), augmented(5, **options), augmented(6, **options)
-    assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
-    assert not torch.equal(one[0], other[0])
+    first, again, other = augmented(5, **options), augmented(5, **options), augmented(6, **options)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])

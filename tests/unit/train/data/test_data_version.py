@@ -26,16 +26,16 @@ def make_loader(dataset: ByteText | BytePairs | list[int]) -> Loader:
     )
 
 
-@pytest.mark.parametrize("kind", [ByteText, BytePairs])
-def test_other_text_of_the_same_length_raises_on_resume(tmp_path: Path, kind: type[ByteText] | type[BytePairs]) -> None:
+@pytest.mark.parametrize("dataset_type", [ByteText, BytePairs])
+def test_other_text_of_the_same_length_raises_on_resume(tmp_path: Path, dataset_type: type[ByteText] | type[BytePairs]) -> None:
     file = tmp_path / "text.txt"
     file.write_text("a" * 4000)
     spec = DataSpec(path=str(file), seq_len=16)
-    saved = make_loader(kind(spec)).state_dict()
-    make_loader(kind(spec)).load_state_dict(saved)
+    saved = make_loader(dataset_type(spec)).state_dict()
+    make_loader(dataset_type(spec)).load_state_dict(saved)
     file.write_text("a" * 3999 + "b")
     with pytest.raises(CheckpointError, match="the dataset has version xxh3"):
-        make_loader(kind(spec)).load_state_dict(saved)
+        make_loader(dataset_type(spec)).load_state_dict(saved)
 
 
 def test_dataset_without_version_is_not_compared() -> None:

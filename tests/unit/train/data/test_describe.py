@@ -20,12 +20,12 @@ def build_train_and_validation(folder: Path, lengths: list[int], **data: Any) ->
 
 def test_document_lengths_and_padding_fraction(tmp_path: Path) -> None:
     train, _ = build_train_and_validation(tmp_path / "s", [5] * 9 + [8], seq_len=8, pack=True)
-    lengths_found = find_document_lengths(train)
-    assert lengths_found is not None and (
-        lengths_found.documents,
-        lengths_found.smallest,
-        lengths_found.p50,
-        lengths_found.largest,
+    document_lengths = find_document_lengths(train)
+    assert document_lengths is not None and (
+        document_lengths.documents,
+        document_lengths.smallest,
+        document_lengths.p50,
+        document_lengths.largest,
     ) == (10, 5, 5, 8)
     # Two documents of four predictions fill a sample; the one of seven and the last one do not.
     assert find_padding_fraction(train) == pytest.approx(1 - 43 / 48)

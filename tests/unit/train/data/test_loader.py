@@ -67,8 +67,8 @@ def global_batches(steps: int, ranks: int, **kw: Any) -> list[list[int]]:
 
 
 def test_order_does_not_depend_on_the_number_of_ranks() -> None:
-    alone = global_batches(10, 1)
-    assert [global_batches(10, n) for n in (2, 3, 4, 6, 12)] == [alone] * 5
+    expected = global_batches(10, 1)
+    assert [global_batches(10, n) for n in (2, 3, 4, 6, 12)] == [expected] * 5
     assert sorted(i for batch in global_batches(4, 4) for i in batch)[:48] == sorted(
         {i for b in global_batches(4, 4) for i in b}
     )
@@ -120,9 +120,9 @@ def test_augmentation_in_workers_depends_only_on_position() -> None:
 
 
 def test_reading_without_workers_matches_workers() -> None:
-    alone, workers = make_loader(Noisy()), make_loader(Noisy(), workers=2)
+    in_process, workers = make_loader(Noisy()), make_loader(Noisy(), workers=2)
     for _ in range(4):
-        assert next(alone)[1].tolist() == next(workers)[1].tolist()
+        assert next(in_process)[1].tolist() == next(workers)[1].tolist()
     workers.close()
     parts = [next(make_loader(Noisy(), rank=r, ranks=3, micro_batch=2)) for r in range(3)]
     assert [v for part in parts for m in part for v in m[1].tolist()] == next(make_loader(Noisy()))[1].tolist()
@@ -173,21 +173,21 @@ class Bad(Squares):
 def test_bad_sample_is_named(workers: int, size: int, limits: Limits, pattern: str) -> None:
     data = make_loader(Bad(size), workers=workers, limits=limits)
     try:
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as raised:
             for _ in range(10):
                 next(data)
-        assert re.search(pattern, found.value.message), found.value.message
-        assert found.value.fix and "Traceback" not in found.value.message
+        assert re.search(pattern, raised.value.message), raised.value.message
+        assert raised.value.fix and "Traceback" not in raised.value.message
     finally:
         data.close()
 
 
 def test_dataset_exception_gets_a_note_with_the_sample() -> None:
     data = make_loader(Bad(60))
-    with pytest.raises(OSError, match="no such disk") as found:
+    with pytest.raises(OSError, match="no such disk") as raised:
         for _ in range(10):
             next(data)
-    assert found.value.__notes__ == ["while sample 8 (file 8) was read"]
+    assert raised.value.__notes__ == ["while sample 8 (file 8) was read"]
 
 
 class NotANumber(Squares):
@@ -223,8 +223,8 @@ def test_padding_repeats_a_sample_of_the_rank() -> None:
     for position in range(0, 30, 3):
         for one in ranks:
             parts = one.micro_batches_at(position)
-            assert {sample for part in parts for sample, place in part if place < 0} <= {parts[0][0][0]}
-    assert [place for part in ranks[1].micro_batches_at(0) for _, place in part][-1] == -1
+            assert {sample for part in parts for sample, sample_position in part if sample_position < 0} <= {parts[0][0][0]}
+    assert [sample_position for part in ranks[1].micro_batches_at(0) for _, sample_position in part][-1] == -1
 
 
 def test_describe_batch_names_samples_on_any_rank() -> None:

@@ -23,33 +23,33 @@ def target_tokens(packing: Packing) -> list[int]:
 def test_each_token_after_the_first_is_predicted_once(size: int) -> None:
     random = np.random.default_rng(0)
     lengths = [*random.integers(0, 60, 300).tolist(), 1, 2, 0]
-    found = pack_lengths(lengths, size)
+    packed = pack_lengths(lengths, size)
     firsts = {int(b) for b, n in zip(np.cumsum(lengths) - lengths, lengths, strict=True) if n}
-    assert target_tokens(found) == sorted(set(range(sum(lengths))) - firsts)
-    sums = np.add.reduceat(found.lengths, found.sample_offsets[:-1])
-    assert sums.max() <= size and found.padding == pytest.approx(1 - sums.sum() / (len(found) * size))
+    assert target_tokens(packed) == sorted(set(range(sum(lengths))) - firsts)
+    sums = np.add.reduceat(packed.lengths, packed.sample_offsets[:-1])
+    assert sums.max() <= size and packed.padding == pytest.approx(1 - sums.sum() / (len(packed) * size))
 
 
 def test_fitting_chunks_share_a_sample() -> None:
-    found = pack_lengths([9, 3, 7, 5], 10)  # 8 + 2 and 6 + 4 predictions
-    assert found.sample_offsets.tolist() == [0, 2, 4] and found.padding == 0
-    assert found.starts.tolist() == [0, 9, 12, 19]
+    packed = pack_lengths([9, 3, 7, 5], 10)  # 8 + 2 and 6 + 4 predictions
+    assert packed.sample_offsets.tolist() == [0, 2, 4] and packed.padding == 0
+    assert packed.starts.tolist() == [0, 9, 12, 19]
 
 
 def test_long_document_is_split_into_contiguous_chunks() -> None:
-    found = pack_lengths([26], 10)
-    pieces = sorted(zip(found.starts.tolist(), found.lengths.tolist(), strict=True))
+    packed = pack_lengths([26], 10)
+    pieces = sorted(zip(packed.starts.tolist(), packed.lengths.tolist(), strict=True))
     assert pieces == [(0, 10), (10, 10), (20, 5)]
 
 
 def test_samples_stay_within_packing_windows() -> None:
-    found = pack_lengths([3] * (PACKING_WINDOW + 1), 1000)
-    holding = [
-        {int(b) // 3 // PACKING_WINDOW for b in found.starts[a:b]}
-        for a, b in zip(found.sample_offsets, found.sample_offsets[1:], strict=False)
+    packed = pack_lengths([3] * (PACKING_WINDOW + 1), 1000)
+    windows_of_samples = [
+        {int(b) // 3 // PACKING_WINDOW for b in packed.starts[a:b]}
+        for a, b in zip(packed.sample_offsets, packed.sample_offsets[1:], strict=False)
     ]
-    assert all(len(windows) == 1 for windows in holding)
-    assert holding[0] == {0} and holding[-1] == {1}
+    assert all(len(windows) == 1 for windows in windows_of_samples)
+    assert windows_of_samples[0] == {0} and windows_of_samples[-1] == {1}
 
 
 def test_documents_without_predictions_pack_to_nothing() -> None:

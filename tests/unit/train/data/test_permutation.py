@@ -25,15 +25,15 @@ def test_order_is_a_function_of_seed_epoch_and_index() -> None:
 def test_large_permutation_needs_no_list() -> None:
     size = 10**15
     order = Permutation(size, 1, 0)
-    found = order(np.arange(10_000, dtype=np.uint64))
-    assert len(set(found.tolist())) == 10_000
-    assert int(found.max()) < size
+    indices = order(np.arange(10_000, dtype=np.uint64))
+    assert len(set(indices.tolist())) == 10_000
+    assert int(indices.max()) < size
 
 
 def test_order_has_no_correlation() -> None:
-    found = np.array(samples_at(5, 20_000, 0, 20_000), dtype=float)
-    neighbors = np.corrcoef(found[:-1], found[1:])[0, 1]
-    position = np.corrcoef(np.arange(20_000), found)[0, 1]
+    order = np.array(samples_at(5, 20_000, 0, 20_000), dtype=float)
+    neighbors = np.corrcoef(order[:-1], order[1:])[0, 1]
+    position = np.corrcoef(np.arange(20_000), order)[0, 1]
     assert abs(neighbors) < 0.03
     assert abs(position) < 0.03
 

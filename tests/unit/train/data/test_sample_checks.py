@@ -57,9 +57,9 @@ def test_error_names_sample_value_and_limit(inputs: Any, target: Any, limits: An
 
 
 def test_fix_names_a_sufficient_limit() -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as raised:
         check(TOKENS, TOKENS, vocab_size=5)
-    assert found.value.fix == "set model.vocab_size to 6 or more, or correct the data"
+    assert raised.value.fix == "set model.vocab_size to 6 or more, or correct the data"
 
 
 def test_ignore_index_is_exempt_from_the_class_limit() -> None:

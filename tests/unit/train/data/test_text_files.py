@@ -22,7 +22,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pattern", ["*.txt", "*", "?.txt", "[ab].*", "**", "a/*.txt", "a/*/*.txt", "[[]1].txt"])
-def test_files_match_as_paths_do_in_order_of_their_path(corpus: Path, pattern: str) -> None:
+def test_files_match_like_path_match_and_are_sorted(corpus: Path, pattern: str) -> None:
     expected = [n for n in NAMES if not n.startswith("__pycache__") and (corpus / n).match(pattern)]
     assert expected
     assert [str(p.relative_to(corpus)) for p in list_files(DataSpec(path=str(corpus), pattern=pattern))] == sorted(
@@ -31,11 +31,11 @@ def test_files_match_as_paths_do_in_order_of_their_path(corpus: Path, pattern: s
 
 
 @pytest.mark.parametrize("pattern", ["*.json", ""])
-def test_pattern_without_a_match_is_named(corpus: Path, pattern: str) -> None:
+def test_pattern_without_match_is_named_in_error(corpus: Path, pattern: str) -> None:
     with pytest.raises(ConfigError, match=rf"no file matches data\.pattern = {pattern.replace('*', r'[*]')!r}"):
         list_files(DataSpec(path=str(corpus), pattern=pattern))
 
 
-def test_missing_folder_is_named(corpus: Path) -> None:
+def test_missing_folder_is_named_in_error(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="missing': no such file or folder"):
         list_files(DataSpec(path=str(corpus / "missing")))

@@ -85,21 +85,21 @@ def test_shards_are_memory_mapped_also_after_pickling(folder: Path) -> None:
 
 
 def test_samples_are_windows_of_the_stream(folder: Path) -> None:
-    found = TokenWindows(TokenCorpus(folder), 8)
-    assert len(found) == (len(STREAM) - 1) // 8
-    for i in range(len(found)):
-        inputs, targets = found[i]
+    windows = TokenWindows(TokenCorpus(folder), 8)
+    assert len(windows) == (len(STREAM) - 1) // 8
+    for i in range(len(windows)):
+        inputs, targets = windows[i]
         assert inputs.dtype == torch.int64
         assert (inputs.tolist(), targets.tolist()) == (STREAM[8 * i : 8 * i + 8], STREAM[8 * i + 1 : 8 * i + 9])
-    assert found.where(0) == "00000.bin, from token 0 on"
+    assert windows.where(0) == "00000.bin, from token 0 on"
 
 
 def test_packed_targets_stay_within_documents(folder: Path) -> None:
-    found, validation = build_token_datasets(spec(folder, pack=True), None, -1)
-    assert isinstance(found, PackedTokens) and validation is None
+    packed, validation = build_token_datasets(spec(folder, pack=True), None, -1)
+    assert isinstance(packed, PackedTokens) and validation is None
     pairs = []
-    for i in range(len(found)):
-        inputs, targets = found[i]
+    for i in range(len(packed)):
+        inputs, targets = packed[i]
         assert inputs.shape == targets.shape == (8,)
         pairs += [(a, b) for a, b in zip(inputs.tolist(), targets.tolist(), strict=True) if b != -1]
     assert sorted(pairs) == sorted(p for d in DOCUMENTS for p in itertools.pairwise(d))
@@ -164,14 +164,14 @@ def test_tokens_beyond_the_vocabulary_raise(folder: Path) -> None:
         build_token_datasets(spec(folder), 129, -100)
 
 
-def edit_first_shard(folder: Path, **changed: Any) -> None:
+def edit_first_shard(folder: Path, **changes: Any) -> None:
     index = json.loads((folder / INDEX_FILE).read_text())
-    index["shards"][0].update(changed)
+    index["shards"][0].update(changes)
     (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changes", "message"),
     [
         ({"tokens": 35}, "36 tokens, but index.json lists 35"),
         ({"document_ends": [3, 2]}, "document ends must ascend up to the shard's 36 tokens"),
@@ -184,8 +184,8 @@ def edit_first_shard(folder: Path, **changed: Any) -> None:
     ],
     ids=["token count", "descending ends", "short ends", "no ends file", "outside", "no file", "suffix", "unknown key"],
 )
-def test_damaged_shard_folder_raises(folder: Path, changed: dict[str, Any], message: str) -> None:
-    edit_first_shard(folder, **changed)
+def test_damaged_shard_folder_raises(folder: Path, changes: dict[str, Any], message: str) -> None:
+    edit_first_shard(folder, **changes)
     with pytest.raises(ConfigError, match=message):
         TokenCorpus(folder).documents()
 

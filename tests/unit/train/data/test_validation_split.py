@@ -24,7 +24,7 @@ class Stream(Numbers):
     is_stream = True
 
 
-class Labelled(Numbers):
+class Labeled(Numbers):
     slice_names = ("even", "odd", "rare")
 
     def __init__(self, labels: list[int]) -> None:
@@ -41,9 +41,9 @@ def samples_of(part: DatasetSplit) -> list[int]:
 
 @pytest.mark.parametrize("size", [7, 100, 1003])
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("kind", [Numbers, Stream])
-def test_each_sample_is_in_exactly_one_split(kind: type[Numbers], size: int, fraction: float) -> None:
-    train, validation = split(kind(range(size)), fraction, "numbers")
+@pytest.mark.parametrize("dataset_type", [Numbers, Stream])
+def test_each_sample_is_in_exactly_one_split(dataset_type: type[Numbers], size: int, fraction: float) -> None:
+    train, validation = split(dataset_type(range(size)), fraction, "numbers")
     assert len(validation) == round(size * fraction)
     assert sorted(samples_of(train) + samples_of(validation)) == list(range(size))
 
@@ -66,7 +66,7 @@ def test_text_is_split_in_spans_and_keeps_its_order() -> None:
 
 def test_split_keeps_class_proportions() -> None:
     labels = [i % 2 for i in range(200)] + [2]
-    train, validation = split(Labelled(labels), 0.2, "images")
+    train, validation = split(Labeled(labels), 0.2, "images")
     selected = samples_of(validation)
     assert [sum(labels[i] == c for i in selected) for c in range(3)] == [20, 20, 0]
     assert 200 in samples_of(train)
@@ -96,11 +96,11 @@ def test_version_contains_the_fraction() -> None:
     assert split(list(range(100)), 0.1, "n")[0].version == "100 samples, validation 0.1"
 
 
-@pytest.mark.parametrize("kind", [Numbers, Stream])
-def test_splits_survive_pickling(kind: type[Numbers]) -> None:
-    for part in split(kind(range(100)), 0.3, "n"):
+@pytest.mark.parametrize("dataset_type", [Numbers, Stream])
+def test_splits_survive_pickling(dataset_type: type[Numbers]) -> None:
+    for part in split(dataset_type(range(100)), 0.3, "n"):
         assert samples_of(pickle.loads(pickle.dumps(part))) == samples_of(part)  # noqa: S301
-    assert pickle.loads(pickle.dumps(split(Labelled([0, 1] * 9), 0.3, "n")[1]))[0] >= 0  # noqa: S301
+    assert pickle.loads(pickle.dumps(split(Labeled([0, 1] * 9), 0.3, "n")[1]))[0] >= 0  # noqa: S301
 
 
 def test_where_names_the_sample_in_the_unsplit_dataset() -> None:

@@ -17,7 +17,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models.decoder import Decoder
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 
 def run_backward(offload: bool) -> tuple[list[torch.Tensor], int]:
@@ -27,11 +27,11 @@ def run_backward(offload: bool) -> tuple[list[torch.Tensor], int]:
         model = Decoder(ModelSpec(dim=32, layers=2, heads=4, kv_heads=2))
     model = parallelize(model, dataclasses.replace(ALONE, spec=spec), ProcessGroups(None, None, None, None), 3)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         if t.untyped_storage().data_ptr() not in parameters:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            saved_bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(1))
@@ -39,15 +39,15 @@ def run_backward(offload: bool) -> tuple[list[torch.Tensor], int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = model(tokens).square().mean()
     loss.backward()
-    return [p.grad for p in model.parameters() if p.grad is not None], sum(kept.values())
+    return [p.grad for p in model.parameters() if p.grad is not None], sum(saved_bytes.values())
 
 
 def test_offload_moves_activations_with_equal_gradients() -> None:
-    expected, kept = run_backward(False)
+    expected, bytes_without_offload = run_backward(False)
     offloaded, bytes_with_offload = run_backward(True)
     assert len(expected) == len(offloaded) > 10
     assert all(torch.equal(a, b) for a, b in zip(expected, offloaded, strict=True))
-    assert bytes_with_offload < kept / 2  # the embedding, head and loss are not offloaded
+    assert bytes_with_offload < bytes_without_offload / 2  # the embedding, head and loss are not offloaded
 
 
 def test_useless_offload_raises() -> None:

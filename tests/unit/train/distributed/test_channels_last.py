@@ -11,7 +11,7 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.train.distributed import block_transforms
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 
 def test_inputs_are_converted_to_channels_last() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clustertrain.train.distributed.data_parallel import gradient_sync
-from tests.unit.train.alone import group_of_one
+from tests.unit.train.single_process import single_process_group
 
 
 def test_ddp_reduces_gradients_once_per_step() -> None:
@@ -23,7 +23,7 @@ def test_ddp_reduces_gradients_once_per_step() -> None:
         return future
 
     counts = []
-    with group_of_one():
+    with single_process_group():
         model = DistributedDataParallel(nn.Linear(2, 2))
         model.register_comm_hook(None, hook)
         for i in range(3):

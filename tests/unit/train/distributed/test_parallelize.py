@@ -13,7 +13,7 @@ from torch import nn
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import pipeline, precision
-from tests.unit.train.alone import ALONE, built
+from tests.unit.train.single_process import ALONE, build_on_cpu
 
 
 class Shifted(nn.Module):
@@ -29,7 +29,7 @@ class Shifted(nn.Module):
 
 
 def test_buffers_keep_values_when_leaving_meta() -> None:
-    model: Any = built(Shifted())
+    model: Any = build_on_cpu(Shifted())
     assert (model.weight.tolist(), model.shift.tolist()) == ([0.5] * 4, [0.0, 1.0, 2.0, 3.0])
 
 

@@ -29,19 +29,19 @@ def param_names(parts: list[nn.Module]) -> list[set[str]]:
 
 
 def test_balance_minimizes_peak_then_squares() -> None:
-    draw = random.Random(1)
+    rng = random.Random(1)
     for _ in range(200):
-        cost = [draw.choice([0.1, 1, 1, 1, 5]) for _ in range(draw.randint(2, 8))]
-        count = draw.randint(1, len(cost))
+        cost = [rng.choice([0.1, 1, 1, 1, 5]) for _ in range(rng.randint(2, 8))]
+        count = rng.randint(1, len(cost))
 
         def sums(starts: tuple[int, ...], cost: list[float] = cost) -> list[float]:
             return [sum(cost[a:b]) for a, b in zip(starts, (*starts[1:], len(cost)), strict=True)]
 
         cuts = [(0, *c) for c in itertools.combinations(range(1, len(cost)), count - 1)]
         peak, squares = min((round(max(sums(c)), 6), sum(x * x for x in sums(c))) for c in cuts)
-        found = sums(tuple(pipeline_stages.balance_stages(cost, count)))
-        assert max(found) == pytest.approx(peak)
-        assert sum(x * x for x in found) == pytest.approx(squares)
+        stage_costs = sums(tuple(pipeline_stages.balance_stages(cost, count)))
+        assert max(stage_costs) == pytest.approx(peak)
+        assert sum(x * x for x in stage_costs) == pytest.approx(squares)
 
 
 def test_embedding_lookup_costs_little_and_the_head_much() -> None:
@@ -71,9 +71,9 @@ def test_stages_partition_the_parameters() -> None:
     whole = param_names([decoder()])[0]
     for layout in (TWO_STAGES, *(Layout(pp=2, schedule=s, virtual_stages=2) for s in ("interleaved", "zbv"))):
         parts = [part for rank in range(2) for part in pipeline_stages.split_into_stages(decoder(), layout, (), rank)]
-        found = param_names(parts)
-        assert set().union(*found) == whole
-        assert sum(map(len, found)) == len(whole)
+        names = param_names(parts)
+        assert set().union(*names) == whole
+        assert sum(map(len, names)) == len(whole)
         assert {pipeline_stages.get_stage_info(p).index for p in parts} == set(range(len(parts)))
         assert all(pipeline_stages.get_stage_info(p).global_fqns == whole for p in parts)
 
@@ -97,7 +97,7 @@ def test_tied_embedding_is_in_first_and_last_stage() -> None:
     parts = [
         pipeline_stages.split_into_stages(decoder(tie_embeddings=True), TWO_STAGES, (), rank)[0] for rank in range(2)
     ]
-    assert all("embed.weight" in found for found in param_names(parts))
+    assert all("embed.weight" in names for names in param_names(parts))
     assert all(pipeline_stages.get_stage_info(p).shared == {"embed.weight": (0, 1)} for p in parts)
 
 
@@ -134,9 +134,9 @@ def test_sequential_keeps_names_and_outputs() -> None:
     x = torch.ones(3, 4)
     expected = model(x)
     torch.manual_seed(0)
-    again = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    copy = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     first = pipeline_stages.split_into_stages(model, TWO_STAGES, ("2",), 0)[0]
-    last = pipeline_stages.split_into_stages(again, TWO_STAGES, ("2",), 1)[0]
+    last = pipeline_stages.split_into_stages(copy, TWO_STAGES, ("2",), 1)[0]
     assert param_names([first, last]) == [{"0.weight", "0.bias"}, {"2.weight", "2.bias", "4.weight", "4.bias"}]
     assert torch.equal(last(first(x)), expected)
 

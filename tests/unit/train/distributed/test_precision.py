@@ -15,7 +15,7 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step.train_step import TrainStep
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 BATCH = (torch.arange(12.0).reshape(4, 3) / 8, torch.ones(4, 2))
 
@@ -43,11 +43,11 @@ def run_step(step: TrainStep, clip: Clipping | None = None) -> StepResult:
 
 def test_loss_scale_halves_and_doubles() -> None:
     scale = LossScale(growth_interval=3)
-    seen = []
+    scales = []
     for overflow in (True, False, False, False, False, True):
         assert not scale.update(overflow=overflow)
-        seen.append(scale.scale / 2**16)
-    assert seen == [0.5, 0.5, 0.5, 1.0, 1.0, 0.5]
+        scales.append(scale.scale / 2**16)
+    assert scales == [0.5, 0.5, 0.5, 1.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("loss_terms", [1, 4096, 131_072])
@@ -61,14 +61,14 @@ def test_loss_scale_halves_16_times_for_any_number_of_terms(loss_terms: int) -> 
 
 
 def test_loss_scale_state_survives_a_checkpoint() -> None:
-    scale, back = LossScale(growth_interval=5), LossScale(growth_interval=5)
+    scale, restored = LossScale(growth_interval=5), LossScale(growth_interval=5)
     for overflow in (True, False, False, False):
         scale.update(overflow=overflow)
-    back.load_state_dict(scale.state_dict())
+    restored.load_state_dict(scale.state_dict())
     for _ in range(2):
         scale.update(overflow=False)
-        back.update(overflow=False)
-        assert (scale.scale, scale.good_steps) == (back.scale, back.good_steps)
+        restored.update(overflow=False)
+        assert (scale.scale, scale.good_steps) == (restored.scale, restored.good_steps)
     assert scale.good_steps == 0  # both have just doubled
 
 

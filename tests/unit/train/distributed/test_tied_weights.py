@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import data_parallel, tensor_parallel
-from tests.unit.train.alone import ALONE, built
+from tests.unit.train.single_process import ALONE, build_on_cpu
 
 TP = replace(ALONE, world_size=2, layout=Layout(tp=2))
 FSDP = replace(ALONE, world_size=2, layout=Layout(strategy="fsdp", dp_shard=2))
@@ -56,7 +56,7 @@ class TiedModel(nn.Module):
 def test_ties_survive_leaving_the_meta_device() -> None:
     with torch.device("meta"):
         model = TiedModel()
-    built(model)
+    build_on_cpu(model)
     assert model.tied
     assert len(list(model.parameters())) == 6
     assert all(p.std() > 0 for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Best value, patience, a rising loss and slices; evaluations that are due."""
+"""Best value, patience, rising loss and slices, and the schedule of evaluations."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def observe_all(
 
 
 def test_best_follows_direction_and_keeps_the_first_of_equals() -> None:
-    least, most = EarlyStopping(), EarlyStopping("validation_accuracy", higher_is_better=True)
-    assert [v.is_best for v in observe_all(least, [3.0, 2.0, 2.0, math.nan, 2.5])] == [True, True, False, False, False]
-    assert (least.best, least.best_step) == (2.0, 2)
-    observe_all(most, [0.1, 0.4, 0.3], "validation_accuracy")
-    assert (most.best, most.best_step) == (0.4, 2)
+    lowest, highest = EarlyStopping(), EarlyStopping("validation_accuracy", higher_is_better=True)
+    assert [v.is_best for v in observe_all(lowest, [3.0, 2.0, 2.0, math.nan, 2.5])] == [True, True, False, False, False]
+    assert (lowest.best, lowest.best_step) == (2.0, 2)
+    observe_all(highest, [0.1, 0.4, 0.3], "validation_accuracy")
+    assert (highest.best, highest.best_step) == (0.4, 2)
 
 
 def test_patience_counts_evaluations_without_improvement() -> None:
-    found = observe_all(EarlyStopping(patience=2), [3.0, 3.1, 2.9, 2.9, math.nan])
-    assert [bool(v.stop_reason) for v in found] == [False, False, False, False, True]
-    assert found[-1].stop_reason == (
+    verdicts = observe_all(EarlyStopping(patience=2), [3.0, 3.1, 2.9, 2.9, math.nan])
+    assert [bool(v.stop_reason) for v in verdicts] == [False, False, False, False, True]
+    assert verdicts[-1].stop_reason == (
         "early stop: validation_loss has not improved for 2 evaluations (evaluation.patience = 2); best: 2.9 at step 3"
     )
     assert not any(v.stop_reason for v in observe_all(EarlyStopping(), [1.0] * 50))
 
 
 def test_rising_loss_is_reported_every_k_evaluations() -> None:
-    found = observe_all(EarlyStopping(rising_limit=2), [1.0, 1.1, 1.2, 1.3, 1.4, 1.0, 1.1, math.nan])
-    assert [v.num_rising for v in found] == [0, 0, 2, 0, 4, 0, 0, 2]
+    verdicts = observe_all(EarlyStopping(rising_limit=2), [1.0, 1.1, 1.2, 1.3, 1.4, 1.0, 1.1, math.nan])
+    assert [v.num_rising for v in verdicts] == [0, 0, 2, 0, 4, 0, 0, 2]
     assert not any(v.num_rising for v in observe_all(EarlyStopping(rising_limit=0), [1.0, 2.0, 3.0]))
 
 

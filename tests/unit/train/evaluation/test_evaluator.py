@@ -79,17 +79,17 @@ def net(session: ct.Session) -> Net:
 @pytest.mark.parametrize("micro_batch", [1, 4, 11, 32])
 def test_means_are_exact_for_any_micro_batch(session: ct.Session, net: Net, micro_batch: int) -> None:
     data = Points()
-    found = session.evaluate(data, F.cross_entropy, metrics=["accuracy", "perplexity"], micro_batch=micro_batch)
+    values = session.evaluate(data, F.cross_entropy, metrics=["accuracy", "perplexity"], micro_batch=micro_batch)
     net.eval()
     with torch.no_grad():
         logits = net(data.x)
     for name, rows in (("", slice(None)), ("/even", slice(0, None, 2)), ("/odd", slice(1, None, 2))):
         loss = F.cross_entropy(logits[rows], data.y[rows])
-        right = (logits.argmax(-1) == data.y)[rows].float().mean()
-        assert found[f"validation_loss{name}"] == pytest.approx(loss.item(), rel=1e-6)
-        assert found[f"validation_accuracy{name}"] == pytest.approx(right.item())
-        assert found[f"validation_perplexity{name}"] == pytest.approx(loss.exp().item(), rel=1e-6)
-    assert len(found) == 9
+        hits = (logits.argmax(-1) == data.y)[rows].float().mean()
+        assert values[f"validation_loss{name}"] == pytest.approx(loss.item(), rel=1e-6)
+        assert values[f"validation_accuracy{name}"] == pytest.approx(hits.item())
+        assert values[f"validation_perplexity{name}"] == pytest.approx(loss.exp().item(), rel=1e-6)
+    assert len(values) == 9
 
 
 def state(net: Net) -> Any:
@@ -141,11 +141,11 @@ def test_custom_metrics_and_fewer_samples(session: ct.Session, net: Net) -> None
     def wrong(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
         return (output.argmax(-1) != target).sum(), len(target)
 
-    found = session.evaluate(Points(), sum_loss, metrics={"error": wrong}, samples=5)
-    part = session.evaluate(Points(), sum_loss, metrics=["accuracy"], samples=5)
-    assert found["validation_error"] == pytest.approx(1 - part["validation_accuracy"])
-    assert found["validation_loss"] == part["validation_loss"]
-    assert found["validation_loss"] != session.evaluate(Points(), sum_loss)["validation_loss"]
+    values = session.evaluate(Points(), sum_loss, metrics={"error": wrong}, samples=5)
+    expected = session.evaluate(Points(), sum_loss, metrics=["accuracy"], samples=5)
+    assert values["validation_error"] == pytest.approx(1 - expected["validation_accuracy"])
+    assert values["validation_loss"] == expected["validation_loss"]
+    assert values["validation_loss"] != session.evaluate(Points(), sum_loss)["validation_loss"]
 
 
 def test_all_targets_masked_raises(session: ct.Session, net: Net) -> None:
@@ -226,8 +226,8 @@ def test_padding_does_not_count() -> None:
 
 
 def test_workers_give_the_same_result(session: ct.Session, net: Net) -> None:
-    found = [session.evaluate(Points(), sum_loss, micro_batch=3, workers=n) for n in (0, 2)]
-    assert found[0] == found[1]
+    results = [session.evaluate(Points(), sum_loss, micro_batch=3, workers=n) for n in (0, 2)]
+    assert results[0] == results[1]
 
 
 def test_too_few_samples_for_a_group_raise() -> None:
@@ -240,8 +240,8 @@ def test_find_slices_checks_names_and_limits_their_number() -> None:
         find_slices(Points(), ("evn",))
     with pytest.raises(ConfigError, match=r"no slice 'even'\n.*slice_names and slice_of"):
         find_slices([1, 2], ("even",))
-    chosen = find_slices(Points(), ("odd",))
-    assert chosen.names == ("odd",) and [chosen.index_of(i) for i in range(3)] == [-1, 0, -1]
+    slices = find_slices(Points(), ("odd",))
+    assert slices.names == ("odd",) and [slices.index_of(i) for i in range(3)] == [-1, 0, -1]
     outside = Points()
     outside.slice_of = lambda i: 5  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="sample 1: slice_of returned 5, but slice_names has 2"):

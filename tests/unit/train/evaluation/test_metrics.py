@@ -59,12 +59,12 @@ def test_constant_and_nan_logits_do_not_count_as_hits() -> None:
 
 
 def test_binary_accuracy() -> None:
-    logits, right = torch.tensor([[2.0], [-1.0], [0.5], [-3.0]]), torch.tensor([1.0, 1.0, 0.0, 0.0])
-    assert compute_value("accuracy", logits, right) == 0.5
+    logits, targets = torch.tensor([[2.0], [-1.0], [0.5], [-3.0]]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert compute_value("accuracy", logits, targets) == 0.5
 
 
 def test_recall_counts_both_directions() -> None:
-    similar = torch.tensor([[[3.0, 1.0], [4.0, 2.0]]])  # rows: one right of two; columns: one right of two
+    similar = torch.tensor([[[3.0, 1.0], [4.0, 2.0]]])  # one of two rows and one of two columns are right
     assert compute_value("recall_at_1", similar, torch.arange(2)) == 0.5
     first = torch.eye(3)
     assert compute_value("recall_at_1", (first, first * 7), torch.arange(3)) == 1.0
@@ -98,5 +98,5 @@ def test_unknown_metric_raises() -> None:
         build_metrics(["acuracy"])
     with pytest.raises(ConfigError, match="is reserved"):
         build_metrics({"loss": lambda output, target: (output.sum(), 1)})
-    own = build_metrics({"zeros": lambda output, target: ((output == 0).sum(), output.numel())})[0]
-    assert float(own.terms(torch.tensor([0.0, 1.0]), None, -100)[0]) == 1.0
+    custom = build_metrics({"zeros": lambda output, target: ((output == 0).sum(), output.numel())})[0]
+    assert float(custom.terms(torch.tensor([0.0, 1.0]), None, -100)[0]) == 1.0

@@ -27,7 +27,7 @@ from clustertrain.train.models import losses
 from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.optim.param_groups import groups_for_unsharded
 from clustertrain.train.trainer import build_evaluations
-from tests.unit.train.alone import built
+from tests.unit.train.single_process import build_on_cpu
 
 CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}
 TWO_TOWER = {"kind": "two-tower", "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "two_tower": {"embedding": 16}}
@@ -61,18 +61,18 @@ def compute_loss(task: TrainingTask, model: nn.Module, batch: Any) -> torch.Tens
 
 
 @pytest.mark.parametrize("spec", [CONVNET, TWO_TOWER], ids=lambda s: s["kind"])
-def test_initial_loss_is_that_of_guessing(spec: dict[str, Any]) -> None:
+def test_initial_loss_equals_uniform_guessing(spec: dict[str, Any]) -> None:
     task = make_task(spec)
     assert all(p.is_meta for p in task.model.parameters())
     with torch.no_grad():
-        loss = compute_loss(task, built(task.model), sample_batch(task.dataset, 0, 64))
+        loss = compute_loss(task, build_on_cpu(task.model), sample_batch(task.dataset, 0, 64))
     assert loss.item() == pytest.approx(UNINFORMED_LOSS[spec["kind"]], rel=0.05)
 
 
 def training_losses(spec: dict[str, Any], steps: int, lr: float, *, same: bool) -> list[float]:
     """Train and return the loss of each step, on the ``same`` samples or on new ones."""
     task = make_task(spec)
-    model = built(task.model)
+    model = build_on_cpu(task.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     seen = []
     for step in range(steps):
@@ -111,9 +111,9 @@ def test_405b_model_is_built_on_meta() -> None:
 
 
 def test_initial_values_depend_only_on_name_and_seed() -> None:
-    a, b = (built(make_task({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model) for n in ([1], [1, 1]))
+    a, b = (build_on_cpu(make_task({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model) for n in ([1], [1, 1]))
     assert torch.equal(a.blocks[0].conv2.weight, b.blocks[0].conv2.weight)
-    assert not torch.equal(a.blocks[0].conv2.weight, built(make_task(CONVNET).model, seed=4).blocks[0].conv2.weight)
+    assert not torch.equal(a.blocks[0].conv2.weight, build_on_cpu(make_task(CONVNET).model, seed=4).blocks[0].conv2.weight)
 
 
 def test_repeated_layers_of_built_in_models() -> None:
@@ -130,7 +130,7 @@ def test_repeated_layers_inside_a_module_dict() -> None:
 
 def test_activations_stay_channels_last() -> None:
     task = make_task(CONVNET)
-    model = built(task.model)
+    model = build_on_cpu(task.model)
     seen = []
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
@@ -161,7 +161,7 @@ def test_contrastive_loss_skips_duplicates_and_stays_finite() -> None:
 
 def test_contrastive_groups_are_independent() -> None:
     task = make_task(TWO_TOWER)
-    model = built(task.model)
+    model = build_on_cpu(task.model)
     (first, second), texts = sample_batch(task.dataset, 0)
     whole = task.loss(model(first, second), texts)
     parts = [task.loss(model(first[i : i + 8], second[i : i + 8]), texts[i : i + 8]) for i in (0, 8)]
@@ -177,10 +177,10 @@ def test_passages_of_a_pair_are_adjacent_in_the_text() -> None:
 
 
 def test_temperature_has_no_weight_decay() -> None:
-    model = built(make_task(TWO_TOWER).model)
-    decayed, kept = groups_for_unsharded(model, 0.1)
-    assert any(p is model.log_scale for p in kept["params"])  # type: ignore[attr-defined]
-    assert not any(p is model.log_scale for p in decayed["params"])  # type: ignore[attr-defined]
+    model = build_on_cpu(make_task(TWO_TOWER).model)
+    with_decay, without_decay = groups_for_unsharded(model, 0.1)
+    assert any(p is model.log_scale for p in without_decay["params"])  # type: ignore[attr-defined]
+    assert not any(p is model.log_scale for p in with_decay["params"])  # type: ignore[attr-defined]
 
 
 # -- images
@@ -188,8 +188,8 @@ def test_temperature_has_no_weight_decay() -> None:
 
 def test_shapes_are_a_function_of_the_index_only() -> None:
     a, b = Shapes(16), Shapes(16)
-    image, kind = a[123]
-    assert torch.equal(image, b[123][0]) and kind == 3
+    image, label = a[123]
+    assert torch.equal(image, b[123][0]) and label == 3
     assert image.shape == (16, 16, 3) and image.dtype == torch.uint8
     assert not torch.equal(image, a[133][0])
 
@@ -234,9 +234,9 @@ def test_not_an_npz_file_raises(tmp_path: Path) -> None:
 def test_images_from_class_folders(tmp_path: Path) -> None:
     import PIL.Image as pillow
 
-    for kind, color in (("cats", (255, 0, 0)), ("dogs", (0, 0, 255))):
-        (tmp_path / kind).mkdir()
-        pillow.new("RGB", (20, 10), color).save(tmp_path / kind / "1.png")
+    for name, color in (("cats", (255, 0, 0)), ("dogs", (0, 0, 255))):
+        (tmp_path / name).mkdir()
+        pillow.new("RGB", (20, 10), color).save(tmp_path / name / "1.png")
     (tmp_path / "dogs" / "notes.txt").write_text("none")
     dataset = build_image_dataset(DataSpec(path=str(tmp_path), image_size=8))
     assert (len(dataset), dataset.classes) == (2, 2)
@@ -294,7 +294,7 @@ def test_entry_is_built_and_trained_on_text() -> None:
     assert not task.model.table.weight.is_meta and task.model.table.weight.shape == (300, 300)
     assert task.loss.func is losses.cross_entropy  # type: ignore[attr-defined]
     loss = compute_loss(task, task.model, sample_batch(task.dataset, 0))
-    assert loss.item() == pytest.approx(math.log(300) + 0.5, rel=0.1)  # a table of deviation 1 adds half of it
+    assert loss.item() == pytest.approx(math.log(300) + 0.5, rel=0.1)  # a table with unit variance adds 1/2
 
 
 @pytest.mark.usefixtures("mine")
@@ -302,7 +302,7 @@ def test_entry_with_init_parameter_and_loss() -> None:
     task = make_task({"entry": "mine.net:Filled"}, kind="images")
     assert task.model.table.weight.is_meta and task.loss == task.model.loss
     assert isinstance(task.dataset, Shapes)
-    assert built(task.model).table.weight.unique().tolist() == [1.0]
+    assert build_on_cpu(task.model).table.weight.unique().tolist() == [1.0]
 
 
 @pytest.mark.usefixtures("mine")
@@ -357,6 +357,6 @@ def test_import_error_inside_an_entry_is_raised_unchanged() -> None:
         make_task({"entry": "mine.lame:Net"})
 
 
-def test_data_of_other_kind_than_the_model_raises() -> None:
+def test_data_kind_that_does_not_fit_the_model_raises() -> None:
     with pytest.raises(ConfigError, match="a convnet trains on images"):
         make_task(CONVNET, kind="text")

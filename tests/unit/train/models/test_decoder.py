@@ -32,7 +32,7 @@ def build_decoder(**kw: object) -> Decoder:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_initial_loss_is_that_of_guessing(tied: bool) -> None:
+def test_initial_loss_equals_uniform_guessing(tied: bool) -> None:
     text = ByteText(DataSpec(seq_len=64, max_bytes=100_000))
     tokens, targets = (torch.stack(part) for part in zip(*(text[i] for i in range(16)), strict=True))
     logits = build_decoder(tie_embeddings=tied)(tokens)

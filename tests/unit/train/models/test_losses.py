@@ -28,7 +28,7 @@ def mean(summed: tuple[torch.Tensor, torch.Tensor | int]) -> float:
 
 
 def test_float_targets_need_a_named_objective() -> None:
-    """Cross-entropy of one class is always 0, so a regression would end with a perfect loss."""
+    """Cross-entropy with one class is always 0, so a regression would seem to fit perfectly."""
     outputs, values = random(4, 1), random(4, 1, seed=2)
     with pytest.raises(ConfigError, match=r"targets are float32.*objective\.kind is auto"):
         losses.build_loss(recipe())(outputs, values)
@@ -45,9 +45,9 @@ def test_cross_entropy_smooths_and_skips_ignored_targets() -> None:
     logits, targets = random(3, 5, 7), torch.arange(15).reshape(3, 5) % 7
     targets[0, 0] = targets[2, 4] = -1
     loss = losses.build_loss(recipe(objective={"label_smoothing": 0.1, "ignore_index": -1}))
-    kept = targets != -1
-    p = logits.double().log_softmax(-1)[kept]
-    expected_loss = -(0.9 * p.gather(1, targets[kept][:, None]).squeeze(1) + 0.1 * p.mean(1))
+    counted = targets != -1
+    p = logits.double().log_softmax(-1)[counted]
+    expected_loss = -(0.9 * p.gather(1, targets[counted][:, None]).squeeze(1) + 0.1 * p.mean(1))
     total, count = loss(logits, targets)  # type: ignore[misc]
     assert int(count) == 13
     assert float(total) == pytest.approx(float(expected_loss.sum()), rel=1e-6)
@@ -76,8 +76,8 @@ def test_cross_entropy_of_probabilities_is_a_weighted_sum() -> None:
 def test_regression_losses_match_their_definitions(kind: str, expected_loss: Any) -> None:
     outputs, targets = random(6, 3), random(6, 3, seed=2)
     spec = recipe(objective={"kind": kind, "delta": 0.5}, model={"entry": "nets:Net"})
-    found = losses.build_loss(spec)(outputs, targets)
-    assert mean(found) == pytest.approx(float(expected_loss((outputs - targets).double()).mean()), rel=1e-6)  # type: ignore[arg-type]
+    result = losses.build_loss(spec)(outputs, targets)
+    assert mean(result) == pytest.approx(float(expected_loss((outputs - targets).double()).mean()), rel=1e-6)  # type: ignore[arg-type]
 
 
 def test_binary_cross_entropy_is_finite_for_extreme_logits() -> None:
@@ -92,8 +92,8 @@ def test_nt_xent_matches_equation_1_of_the_paper() -> None:
     z = torch.nn.functional.normalize(torch.cat([first, second]).double(), dim=-1)
     s = (z @ z.T / temperature).exp()
     pair = [(i + 4) % 8 for i in range(8)]
-    each = [-torch.log(s[i, pair[i]] / (s[i].sum() - s[i, i])) for i in range(8)]
-    assert mean(loss((first, second), None)) == pytest.approx(float(torch.stack(each).mean()), rel=1e-5)  # type: ignore[arg-type]
+    pair_losses = [-torch.log(s[i, pair[i]] / (s[i].sum() - s[i, i])) for i in range(8)]
+    assert mean(loss((first, second), None)) == pytest.approx(float(torch.stack(pair_losses).mean()), rel=1e-5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did not return a pair of embeddings"):
         loss(first, None)
 

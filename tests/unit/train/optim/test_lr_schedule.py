@@ -31,9 +31,9 @@ def test_cosine_fixed_points(step: int, lr: float) -> None:
 
 def test_floor_is_relative_to_peak_and_holds_after_the_end() -> None:
     for kind in ("cosine", "linear", "wsd"):
-        found = rate(100, peak=2.0, warmup_steps=10, floor=0.1, kind=kind)
-        assert found.at(100) == pytest.approx(0.2)
-        assert found.at(150) == pytest.approx(0.2)
+        learning_rate = rate(100, peak=2.0, warmup_steps=10, floor=0.1, kind=kind)
+        assert learning_rate.at(100) == pytest.approx(0.2)
+        assert learning_rate.at(150) == pytest.approx(0.2)
 
 
 def test_warmup_defaults_to_two_percent_and_can_be_zero() -> None:
@@ -45,8 +45,8 @@ def test_warmup_defaults_to_two_percent_and_can_be_zero() -> None:
 
 @pytest.mark.parametrize("kind", [k for k in get_args(ScheduleKind) if k != "one-cycle"])
 def test_warmup_is_linear_except_for_one_cycle(kind: ScheduleKind) -> None:
-    found = rate(1_000, kind=kind, warmup_steps=50)
-    assert [found.at(s) for s in (1, 25, 50)] == pytest.approx([0.02, 0.5, 1.0])
+    learning_rate = rate(1_000, kind=kind, warmup_steps=50)
+    assert [learning_rate.at(s) for s in (1, 25, 50)] == pytest.approx([0.02, 0.5, 1.0])
 
 
 def test_fixed_points_of_the_other_schedules() -> None:
@@ -94,16 +94,16 @@ def test_plateau_matches_torch() -> None:
 
 def test_plateau_respects_direction_and_floor() -> None:
     spec = ScheduleSpec(kind="plateau", warmup_steps=0, factor=0.1, patience=1, floor=0.05)
-    found = LearningRate(spec, peak=1.0, total=100, higher_is_better=True)
+    learning_rate = LearningRate(spec, peak=1.0, total=100, higher_is_better=True)
     for value in (0.1, 0.2, 0.3):
-        found.observe(value)
-    assert found.at(50) == 1.0
+        learning_rate.observe(value)
+    assert learning_rate.at(50) == 1.0
     for _ in range(2):
-        found.observe(0.3)
-    assert found.at(50) == pytest.approx(0.1)
+        learning_rate.observe(0.3)
+    assert learning_rate.at(50) == pytest.approx(0.1)
     for _ in range(10):
-        found.observe(0.3)
-    assert found.at(50) == 0.05
+        learning_rate.observe(0.3)
+    assert learning_rate.at(50) == 0.05
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_resume_at_any_step_continues_the_rates(kind: ScheduleKind) -> None:
     """The steps include warmup, and the validation metric stops falling halfway."""
     total, spec = 60, ScheduleSpec(kind=kind, warmup_steps=10, patience=3)
 
-    def run(found: LearningRate, first: int) -> list[float]:
+    def run(learning_rate: LearningRate, first: int) -> list[float]:
         rates = []
         for step in range(first, total + 1):
-            rates.append(found.at(step))
-            found.observe(max(0.5, 1 - step / 50))
+            rates.append(learning_rate.at(step))
+            learning_rate.observe(max(0.5, 1 - step / 50))
         return rates
 
     whole = run(LearningRate(spec, peak=1.0, total=total), 1)
@@ -165,12 +165,12 @@ def test_apply_scales_each_group() -> None:
 
 
 def test_unscaled_lr_is_exact_with_an_unscaled_group() -> None:
-    made = torch.optim.SGD(
+    optimizer_with_scale = torch.optim.SGD(
         [{"params": [torch.zeros(1)], "lr_scale": 10.0}, {"params": [torch.zeros(1)], "lr_scale": 1.0}], lr=1.0
     )
     for lr in (x / 999 for x in range(1, 1000)):
-        set_lr(made, lr)
-        assert unscaled_lr(made) == lr
+        set_lr(optimizer_with_scale, lr)
+        assert unscaled_lr(optimizer_with_scale) == lr
 
 
 def test_nan_metric_raises_only_for_plateau() -> None:

@@ -33,7 +33,7 @@ from clustertrain.train.optim.param_info import build_param_table
 from clustertrain.train.optim.unsharded_update import UnshardedOptimizer, assign_owners
 from clustertrain.train.optim.wrapper import OptimizerPair
 from tests.harness.optimizers import cells
-from tests.unit.train.alone import ALONE, built
+from tests.unit.train.single_process import ALONE, build_on_cpu
 
 CPU = torch.device("cpu")
 NAMES = tuple(registry.OPTIMIZERS)
@@ -85,13 +85,13 @@ def session() -> Iterator[ct.Session]:
 
 
 def depths(model: nn.Module, *names: str) -> list[int | None]:
-    known = build_param_table(model).by_name
-    return [known[name].depth for name in names]
+    table = build_param_table(model).by_name
+    return [table[name].depth for name in names]
 
 
 def test_norms_of_any_library_have_no_decay() -> None:
-    known = build_param_table(Net()).by_name
-    assert [n for n, d in known.items() if d.decays] == [
+    table = build_param_table(Net()).by_name
+    assert [n for n, d in table.items() if d.decays] == [
         "stem.weight", "body.layers.0.up.weight", "body.layers.1.up.weight", "body.layers.2.up.weight",
         "body.project.weight",
     ]  # fmt: skip
@@ -124,18 +124,18 @@ def test_tied_weight_has_the_depth_of_the_embedding() -> None:
     model = Net()
     model.body.project.weight = nn.Parameter(model.body.embed.weight[:2].detach().clone())
     model.body.project.weight = model.body.embed.weight  # type: ignore[assignment]
-    known = build_param_table(model).by_name
-    assert known["body.embed.weight"] is known["body.project.weight"]
-    assert (known["body.embed.weight"].depth, known["body.embed.weight"].decays) == (4, False)
+    table = build_param_table(model).by_name
+    assert table["body.embed.weight"] is table["body.project.weight"]
+    assert (table["body.embed.weight"].depth, table["body.embed.weight"].decays) == (4, False)
 
 
 def test_lr_scale_by_depth_and_module() -> None:
-    model = built(Decoder(SMALL))
+    model = build_on_cpu(Decoder(SMALL))
     factors = {"layers.*": 1.0, "layers.0": 3.0, "head": 10.0}
     groups = parameter_groups(model, build_param_table(model), weight_decay=0.1, layer_decay=0.5, lr_scale=factors)
     scale = {id(p): g["lr_scale"] for g in groups for p in g["params"]}
-    named = dict(model.named_parameters())
-    assert len(scale) == len(named)
+    parameters = dict(model.named_parameters())
+    assert len(scale) == len(parameters)
     for name, expected in {
         "head.weight": 10.0,
         "norm.weight": 1.0,
@@ -143,7 +143,7 @@ def test_lr_scale_by_depth_and_module() -> None:
         "embed.weight": 0.5**4,
         "layers.0.attention.q.weight": 3 * 0.5**3,
     }.items():
-        assert scale[id(named[name])] == expected, name
+        assert scale[id(parameters[name])] == expected, name
     assert {g["group"] for g in groups} >= {"decay, lr x 10", "no decay", "no decay, lr x 0.0625"}
 
 
@@ -170,7 +170,7 @@ def test_layer_decay_with_unknown_layers_raises(session: ct.Session) -> None:
     assert "pipeline_units" in caught.value.fix
 
 
-# -- frozen
+# -- frozen layers
 
 
 def make_batch(batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +214,7 @@ def test_freezing_everything_raises(session: ct.Session) -> None:
         session.parallelize(three_layers(), freeze=["*"])
 
 
-# -- by name
+# -- optimizers by name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -265,7 +265,7 @@ def test_sgd_with_unfreeze_is_not_fused() -> None:
 
 
 def test_muon_takes_only_hidden_matrices() -> None:
-    model = built(Decoder(SMALL))
+    model = build_on_cpu(Decoder(SMALL))
     groups = parameter_groups(model, build_param_table(model), weight_decay=0.1, split_hidden=True)
     hidden = {id(p) for g in groups if g["matrices"] for p in g["params"]}
     assert {n for n, p in model.named_parameters() if id(p) in hidden} == {
@@ -303,32 +303,32 @@ def test_missing_package_raises_with_install_command(session: ct.Session, monkey
 
 def test_lr_scale_applies_without_a_schedule(session: ct.Session) -> None:
     session.parallelize(three_layers())
-    made = session.optimizer("sgd", session.parameter_groups(lr_scale={"4": 10.0}), lr=0.1, momentum=0.9)
-    assert {round(g["lr"], 6) for g in made.param_groups} == {0.1, 1.0}
+    optimizer = session.optimizer("sgd", session.parameter_groups(lr_scale={"4": 10.0}), lr=0.1, momentum=0.9)
+    assert {round(g["lr"], 6) for g in optimizer.param_groups} == {0.1, 1.0}
 
 
-# -- inside
+# -- internals
 
 
 def test_owners_are_balanced() -> None:
     sizes = [100, 90, 50, 40, 30, 20, 10, 0]
-    found = assign_owners(sizes, 3)
-    load = [sum(s for s, o in zip(sizes, found, strict=True) if o == rank) for rank in range(3)]
+    owners = assign_owners(sizes, 3)
+    load = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(3)]
     assert max(load) - min(load) <= 20 and sum(load) == sum(sizes)
     assert assign_owners([5, 5], 4) == [0, 1]
 
 
 def test_optimizer_pair_has_no_state_dict() -> None:
     model = three_layers()
-    known = build_param_table(model)
+    table = build_param_table(model)
     groups = ProcessGroups(None, None, None, None)
-    made = optimizer_build.build_optimizer(
-        "muon", None, {"lr": 0.1}, model=model, param_table=known, context=ALONE, groups=groups
+    optimizer = optimizer_build.build_optimizer(
+        "muon", None, {"lr": 0.1}, model=model, param_table=table, context=ALONE, groups=groups
     )
     with pytest.raises(UsageError, match="no state_dict"):
-        made.state_dict()
+        optimizer.state_dict()
     with pytest.raises(UsageError, match="no further groups"):
-        made.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
 
 def test_unsharded_update_on_one_rank_matches_plain_optimizer() -> None:
@@ -342,7 +342,7 @@ def test_unsharded_update_on_one_rank_matches_plain_optimizer() -> None:
     assert torch.equal(a, b) and not torch.equal(a, torch.ones(3, 2))
 
 
-# -- bytes
+# -- state size
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -361,18 +361,18 @@ def test_state_size_matches_the_plan(name: str) -> None:
     hidden = [True, True, False, False, False]
     for shape, matrix in zip(SHAPES, hidden, strict=True):
         p = nn.Parameter(torch.ones(shape))
-        kind = registry.OPTIMIZERS[spec.name]
+        entry = registry.OPTIMIZERS[spec.name]
         options = registry.build_options(spec, is_text=True, device=CPU)
-        cls = kind.load() if matrix or not kind.matrices_only else torch.optim.AdamW
-        made = cls(
+        cls = entry.load() if matrix or not entry.matrices_only else torch.optim.AdamW
+        optimizer = cls(
             [p], **registry.accepted_options(cls, {**options, "eps": 1e-8} if cls is torch.optim.AdamW else options)
         )
         p.grad = torch.ones(shape)
-        made.step()
-        kept = sum(
-            t.nbytes for t in iterate_tensors(made.state[p]) if t.dim()
+        optimizer.step()
+        measured_bytes = sum(
+            t.nbytes for t in iterate_tensors(optimizer.state[p]) if t.dim()
         )  # counters and ratios are single numbers
-        assert kept == state_bytes(spec, shape, is_hidden_matrix=matrix), (name, shape)
+        assert measured_bytes == state_bytes(spec, shape, is_hidden_matrix=matrix), (name, shape)
 
 
 def test_state_estimate_of_a_7b_model() -> None:
@@ -392,11 +392,11 @@ def test_planned_state_matches_the_decoder() -> None:
         spec = ModelSpec(dim=24, layers=2, heads=6, kv_heads=2, ffn_dim=40, vocab_size=32, tie_embeddings=tied)
         with torch.device("meta"):
             model = Decoder(spec)
-        known = build_param_table(model).by_name
+        table = build_param_table(model).by_name
         for name in sorted(SHAPE_DEPENDENT_STATE | {"adamw"}):
             optim = OptimSpec(name=name)  # type: ignore[arg-type]
             counted = [
-                state_bytes(optim, p.shape, is_hidden_matrix=known[n].hidden) for n, p in model.named_parameters()
+                state_bytes(optim, p.shape, is_hidden_matrix=table[n].hidden) for n, p in model.named_parameters()
             ]
             state = estimate_state(optim, spec)
             assert state.bytes_per_param * spec.parameters() == pytest.approx(
@@ -414,5 +414,5 @@ def test_planned_state_matches_the_decoder() -> None:
     ids=["convnet", "two-tower", "fixed temperature"],
 )
 def test_planned_module_names_match_the_models(spec: ModelSpec) -> None:
-    known = build_param_table(build.build_model(spec)).by_name.values()
-    assert sorted(list_modules(spec)) == sorted({m for described in known for m in described.modules})
+    table = build_param_table(build.build_model(spec)).by_name.values()
+    assert sorted(list_modules(spec)) == sorted({m for described in table for m in described.modules})

@@ -11,7 +11,7 @@ import clustertrain as ct
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.session.exit import add_memory_note
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 CONTEXT = dataclasses.replace(
     ALONE, world_size=2, layout=Layout(strategy="ddp", dp_replicate=2), batch=Batch(micro_batch=4, global_batch=8)

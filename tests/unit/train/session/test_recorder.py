@@ -25,7 +25,7 @@ from clustertrain.train.session.recorder import MetricsProcessor
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.step_guard import StepGuard
 from clustertrain.train.stability.warnings import WarningReporter
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 MODEL = nn.Linear(2, 2)
 
@@ -72,10 +72,10 @@ class RecorderHarness:
         self._path = run.metrics_path(1)
 
     def rows(self, *steps: StepResult, tokens: int = 64) -> list[dict[str, Any]]:
-        for step, done in enumerate(steps):
+        for step, result in enumerate(steps):
             self.recorder.begin_step(step)
             next(self.data)
-            self.recorder.record_step(done, unscaled_lr(self.optimizer))
+            self.recorder.record_step(result, unscaled_lr(self.optimizer))
             self.recorder.end_step(step + 1, tokens)
         self.recorder.writer.close()
         return list(fsio.read_jsonl(self._path))
@@ -103,15 +103,15 @@ def test_bad_step_names_its_samples(tmp_path: Path) -> None:
         step_result(9.0, spike=True),
         step_result(2.0, skipped=True, overflow=True),
     )
-    named = [row.get("bad_samples", "") for row in rows]
-    assert named[0] == named[4] == ""
-    assert named[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ") and ".png" in named[1]
+    bad_samples = [row.get("bad_samples", "") for row in rows]
+    assert bad_samples[0] == bad_samples[4] == ""
+    assert bad_samples[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ") and ".png" in bad_samples[1]
     for i in (2, 3):
-        assert named[i] == harness.data.describe_batch(8 * i) and named[i].startswith(
+        assert bad_samples[i] == harness.data.describe_batch(8 * i) and bad_samples[i].startswith(
             "the global batch, epoch 0: sample "
         )
     assert [e["code"] for e in harness.events] == ["non_finite", "loss_spike"]
-    assert named[1] in harness.events[0]["text"] and named[3] in harness.events[1]["text"]
+    assert bad_samples[1] in harness.events[0]["text"] and bad_samples[3] in harness.events[1]["text"]
 
 
 def test_bad_samples_are_unknown_without_loader_in_state(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_rank_0_prints_rows_to_stderr_outside_run(capsys: pytest.CaptureFixture[
             recorder.log({"loss": torch.tensor(0.5 + rank), "note": "warm"})
             recorder.end_step(step + 1, 0)
         recorder.writer.close()
-        shown = capsys.readouterr()
-        assert not shown.out
-        steps = [line.split()[1] for line in shown.err.splitlines()]
+        captured = capsys.readouterr()
+        assert not captured.out
+        steps = [line.split()[1] for line in captured.err.splitlines()]
         assert steps == ([] if rank else ["1", "10", "20"])
-        assert all("note warm  loss 0.5" in line for line in shown.err.splitlines())
+        assert all("note warm  loss 0.5" in line for line in captured.err.splitlines())

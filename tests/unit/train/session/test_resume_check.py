@@ -19,7 +19,7 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.session import resume_check
 from clustertrain.train.session.checkpointing import SessionCheckpointer
 from clustertrain.train.session.checkpointing_config import build_about
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def attempt(run: RunDir, step: int) -> int:
     checkpointer.open(1, None, None)
     try:
         state = {"note": 1}
-        found = checkpointer.restore(state, seed=1)
+        restored_step = checkpointer.restore(state, seed=1)
         checkpointer.save(step, state, "end", {})
     finally:
         checkpointer.close()
-    return found
+    return restored_step
 
 
 def test_changed_snapshot_file_is_detected_with_same_commit(run: RunDir) -> None:
@@ -65,7 +65,7 @@ def test_changed_snapshot_file_is_detected_with_same_commit(run: RunDir) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("edits", "expected"),
     [
         ({}, ""),
         ({"model/sizes.toml": "dim = 3\n"}, "model/sizes.toml"),
@@ -75,12 +75,12 @@ def test_changed_snapshot_file_is_detected_with_same_commit(run: RunDir) -> None
     ],
     ids=["unchanged", "edited", "new-module", "deleted", "four-files"],
 )
-def test_changed_files_are_named(run: RunDir, change: dict[str, str | None], expected: str) -> None:
+def test_changed_files_are_named(run: RunDir, edits: dict[str, str | None], expected: str) -> None:
     before = resume_check.checksum_files(run.code)
-    for name, text in change.items():
+    for name, text in edits.items():
         (run.code / name).write_text(text) if text is not None else (run.code / name).unlink()
-    found = resume_check.find_changed_files(before, resume_check.checksum_files(run.code))
-    assert found == ([f"code/ of the run was changed: {expected}"] if expected else [])
+    changes = resume_check.find_changed_files(before, resume_check.checksum_files(run.code))
+    assert changes == ([f"code/ of the run was changed: {expected}"] if expected else [])
 
 
 def test_code_checksums_only_for_exact_resume_on_rank_0(run: RunDir) -> None:
@@ -92,9 +92,9 @@ def test_code_checksums_only_for_exact_resume_on_rank_0(run: RunDir) -> None:
 
 def test_merged_differences_name_affected_nodes() -> None:
     python = "python 3.12.1 then, 3.11.9 now"
-    both = "4 ranks then, 3 now"
-    assert resume_check.merge_differences([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [
-        both,
+    ranks_differ = "4 ranks then, 3 now"
+    assert resume_check.merge_differences([("a", [ranks_differ]), ("b", [ranks_differ, python]), ("b", [ranks_differ, python])]) == [
+        ranks_differ,
         f"{python} (node b; rank 1, 2)",
     ]
     assert resume_check.merge_differences([None, ("b", [python]), None]) == [f"{python} (node b; rank 1)"]

@@ -1,4 +1,4 @@
-"""The loop of steps on one process: a stop, a roll-back and an evaluation at the same step."""
+"""The step loop on one process: stop, rollback and evaluation at the same step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def nan_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Attempt:
-    """One attempt of a run: what its script does, and the records that it leaves."""
+    """One attempt of a run: the actions of its script, and its records."""
 
     run: RunDir
     n: int = 1
@@ -72,21 +72,21 @@ class Attempt:
             model = session.parallelize(nn.Linear(2, 1))
             state = {"model": model, "optimizer": session.optimizer(torch.optim.SGD, lr=0.1)}
             data = state["data"] = session.loader(Points(), global_batch=BATCH)
-            left = list(self.values)
+            remaining = list(self.values)
 
             def measure() -> dict[str, float]:
                 self.evaluated.append(session.step)
                 if session.step == self.stop_in_evaluation:
                     (self.rank_dir / "stop").touch()
-                return {} if session.poll() else {"validation_loss": left.pop(0)}
+                return {} if session.poll() else {"validation_loss": remaining.pop(0)}
 
-            judge = EarlyStopping(patience=self.patience)
+            early_stopping = EarlyStopping(patience=self.patience)
             evaluations = (
-                EvaluationSchedule(measure, every=2, early_stopping=judge) if left or self.stop_in_evaluation else None
+                EvaluationSchedule(measure, every=2, early_stopping=early_stopping) if remaining or self.stop_in_evaluation else None
             )
             for step in session.steps(TOTAL, state, self.every, 10, evaluations):
-                begins = data.next_position(data.position) - BATCH
-                session.train_step(next(data), nan_loss if begins in self.bad else F.mse_loss)
+                first_position = data.next_position(data.position) - BATCH
+                session.train_step(next(data), nan_loss if first_position in self.bad else F.mse_loss)
                 self.done.append(step + 1)
                 if step + 1 == self.stop_in:
                     (self.rank_dir / "stop").touch()
@@ -94,8 +94,8 @@ class Attempt:
 
     @property
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = fsio.read_json(self.rank_dir / "rank-0.json")
-        return found
+        record: dict[str, Any] = fsio.read_json(self.rank_dir / "rank-0.json")
+        return record
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in fsio.read_jsonl(self.run.attempt(self.n).events_path("rank-0")) if e["event"] == name]
@@ -110,16 +110,16 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
 
     def begin(run: RunDir, n: int = 1, **options: Any) -> Attempt:
-        made = Attempt(run, n, **options)
-        made.rank_dir.mkdir()
+        started = Attempt(run, n, **options)
+        started.rank_dir.mkdir()
         run.attempt(n).path.mkdir()
         monkeypatch.setenv(settings.RUN_DIR, str(run.path))
         monkeypatch.setenv(settings.ATTEMPT, str(n))
-        monkeypatch.setenv(settings.RANK_DIR, str(made.rank_dir))
+        monkeypatch.setenv(settings.RANK_DIR, str(started.rank_dir))
         monkeypatch.setenv(settings.DEVICE, "cpu")
         result.current.cache_clear()
-        made.train()
-        return made
+        started.train()
+        return started
 
     yield begin
     result.current.cache_clear()
@@ -160,8 +160,8 @@ def test_next_attempt_rolls_back_if_stop_had_no_time(
 ) -> None:
     uninterrupted = attempt(make_run(tmp_path / "whole"), bad=BAD)
     run = make_run(tmp_path / "run")
-    with monkeypatch.context() as late:
-        late.setattr(DeadlineTracker, "is_too_late_to_save", lambda self, agreement, saves: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeadlineTracker, "is_too_late_to_save", lambda self, agreement, saves: True)
         first = attempt(run, bad=BAD, stop_in=5)
     assert first.result["ending"] == "stopped" and not first.events("rolled_back")
     assert not rollback.read_records(run.checkpoints)
@@ -175,22 +175,22 @@ def test_exhausted_rollbacks_at_stop_are_not_requeued(tmp_path: Path, attempt: B
 
 
 def test_spent_budget_at_rollback_step(tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    monkeypatch.setattr(BudgetTracker, "should_stop", lambda self: looked.append(1) or len(looked) > 5)
+    checks: list[int] = []
+    monkeypatch.setattr(BudgetTracker, "should_stop", lambda self: checks.append(1) or len(checks) > 5)
     monkeypatch.setattr(BudgetTracker, "spent_reason", lambda self: "the budget is spent")
     run = make_run(tmp_path / "run")
-    ended = attempt(run, bad=BAD)
-    found = {key: ended.result[key] for key in ("ending", "step", "budget_spent", "reason")}
-    assert found == {"ending": "stopped", "step": 5, "budget_spent": True, "reason": "the budget is spent"}
+    finished = attempt(run, bad=BAD)
+    result_fields = {key: finished.result[key] for key in ("ending", "step", "budget_spent", "reason")}
+    assert result_fields == {"ending": "stopped", "step": 5, "budget_spent": True, "reason": "the budget is spent"}
     assert run.committed_steps() == [2, 4] and len(rollback.read_records(run.checkpoints)) == 1
 
 
 def test_rollback_cancels_early_stop_at_same_step(tmp_path: Path, attempt: Begin) -> None:
     bad = (5 * BATCH,)
-    ended = attempt(make_run(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
-    assert ended.evaluated == [2, 4, 6, 6, 8] and ended.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
-    assert (ended.result["ending"], ended.result["reason"]) == ("completed", None)
-    assert not ended.events("early_stop")
+    finished = attempt(make_run(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
+    assert finished.evaluated == [2, 4, 6, 6, 8] and finished.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert (finished.result["ending"], finished.result["reason"]) == ("completed", None)
+    assert not finished.events("early_stop")
 
 
 def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin) -> None:
@@ -206,11 +206,11 @@ def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
     assert {r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r} == {2: 1.0, 4: 2.0, 6: 3.0}
     assert rows[3]["loss"] == first_loss(run, 4)
-    # The first attempt has warned about step 4.
-    warned = [(e["code"], e["step"]) for e in second.events("training_warning")]
-    assert [step for code, step in warned if code == "grad_norm_high"] == [5]
+    # The first attempt has already warned about step 4.
+    warnings = [(e["code"], e["step"]) for e in second.events("training_warning")]
+    assert [step for code, step in warnings if code == "grad_norm_high"] == [5]
 
 
 def first_loss(run: RunDir, step: int) -> float:
-    (found,) = [r["loss"] for r in fsio.read_jsonl(run.metrics_path(1)) if r["step"] == step]
-    return float(found)
+    (value,) = [r["loss"] for r in fsio.read_jsonl(run.metrics_path(1)) if r["step"] == step]
+    return float(value)

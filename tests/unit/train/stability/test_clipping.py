@@ -20,7 +20,7 @@ from clustertrain.train.stability.clipping import ADAPTIVE_WINDOW, MIN_NORMS, Cl
 from clustertrain.train.stability.conditional_step import RunningStatistics
 from clustertrain.train.stability.ring_buffer import RingBuffer
 from clustertrain.train.stability.step_guard import MAD_TO_SIGMA, MIN_RELATIVE_SPREAD, StepGuard, StepVerdict
-from tests.unit.train.alone import group_of_one
+from tests.unit.train.single_process import single_process_group
 
 CPU = torch.device("cpu")
 LOSSES = [2.0, 2.1, 1.9, 2.05, 1.95, 2.2, 1.8, 2.02] * 3
@@ -31,14 +31,14 @@ def make_guard(**spec: Any) -> StepGuard:
 
 
 def check_step(
-    g: StepGuard, loss: float, norm: float = 1.0, clip: Clipping | None = None, count: float = 4.0
+    guard: StepGuard, loss: float, norm: float = 1.0, clip: Clipping | None = None, count: float = 4.0
 ) -> StepVerdict:
     total = torch.tensor(loss * count, dtype=torch.float64)
-    return g.check(total, torch.tensor(count, dtype=torch.float64), torch.tensor(norm), clip or Clipping())
+    return guard.check(total, torch.tensor(count, dtype=torch.float64), torch.tensor(norm), clip or Clipping())
 
 
-def flags(j: StepVerdict) -> tuple[bool, bool, bool]:
-    return bool(j.finite), bool(j.spike), bool(j.skip)
+def flags(verdict: StepVerdict) -> tuple[bool, bool, bool]:
+    return bool(verdict.finite), bool(verdict.spike), bool(verdict.skip)
 
 
 @pytest.mark.parametrize(
@@ -59,26 +59,26 @@ def test_spike_threshold_in_robust_deviations() -> None:
     median = statistics.median_low(last)
     spread = MAD_TO_SIGMA * statistics.median_low([abs(v - median) for v in last])
     for deviations, spiking in ((7.9, False), (8.1, True)):
-        g = make_guard(spike="skip")
-        assert not any(flags(check_step(g, loss))[1] for loss in LOSSES)
-        assert flags(check_step(g, median + deviations * spread)) == (True, spiking, spiking)
+        guard = make_guard(spike="skip")
+        assert not any(flags(check_step(guard, loss))[1] for loss in LOSSES)
+        assert flags(check_step(guard, median + deviations * spread)) == (True, spiking, spiking)
 
 
 def test_no_spike_before_enough_losses() -> None:
-    g = make_guard(spike="skip")
-    assert not any(flags(check_step(g, loss))[1] for loss in [1.0] * 15 + [1e9])
-    assert flags(check_step(g, 1e9))[1]  # enough losses now; the earlier outlier does not shift the median
+    guard = make_guard(spike="skip")
+    assert not any(flags(check_step(guard, loss))[1] for loss in [1.0] * 15 + [1e9])
+    assert flags(check_step(guard, 1e9))[1]  # enough losses now; the earlier outlier does not shift the median
 
 
-def test_tiny_change_of_a_constant_loss_is_no_spike() -> None:
-    g = make_guard(spike="warn")
+def test_tiny_change_of_constant_loss_is_not_a_spike() -> None:
+    guard = make_guard(spike="warn")
     for _ in range(16):
-        check_step(g, 2.0)
-    assert not flags(check_step(g, 2.0 * (1 + 7 * MIN_RELATIVE_SPREAD)))[1]
-    assert flags(check_step(g, 2.0 * (1 + 9 * MIN_RELATIVE_SPREAD))) == (True, True, False)
+        check_step(guard, 2.0)
+    assert not flags(check_step(guard, 2.0 * (1 + 7 * MIN_RELATIVE_SPREAD)))[1]
+    assert flags(check_step(guard, 2.0 * (1 + 9 * MIN_RELATIVE_SPREAD))) == (True, True, False)
 
 
-def test_nonfinite_losses_are_ignored_and_low_ones_no_spikes() -> None:
+def test_nonfinite_and_low_losses_are_not_spikes() -> None:
     one, other = make_guard(spike="warn"), make_guard(spike="warn")
     for loss in LOSSES:
         check_step(one, loss)
@@ -96,8 +96,8 @@ def test_guard_state_survives_a_checkpoint() -> None:
         one.record_clipped(torch.tensor(i % 2 == 0))
     two.load_state_dict(one.state_dict())
     for loss, norm in ((2.0, 3.0), (9.0, 40.0), (math.nan, 1.0), (2.3, 5.0)):
-        mine, theirs = check_step(one, loss, norm, adaptive), check_step(two, loss, norm, adaptive)
-        assert flags(mine) == flags(theirs) and mine.norm_limit.item() == theirs.norm_limit.item()
+        first, second = check_step(one, loss, norm, adaptive), check_step(two, loss, norm, adaptive)
+        assert flags(first) == flags(second) and first.norm_limit.item() == second.norm_limit.item()
     fractions = [each.record_clipped(torch.tensor(True)).item() for each in (one, two)]
     assert fractions[0] == fractions[1] == pytest.approx(11 / 21)
 
@@ -161,9 +161,9 @@ def test_adaptive_limit_is_a_quantile_of_recent_norms() -> None:
 
 def test_clipping_defaults_and_invalid_limits() -> None:
     assert Clipping.from_spec(OptimSpec()) == Clipping("norm", 1.0, 1.0, 0.95)
-    for wrong in ({"norm": -1.0}, {"value": 0.0}, {"quantile": 1.5}):
+    for invalid in ({"norm": -1.0}, {"value": 0.0}, {"quantile": 1.5}):
         with pytest.raises(UsageError, match="out of range"):
-            Clipping(**wrong)  # type: ignore[arg-type]
+            Clipping(**invalid)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -172,8 +172,8 @@ def test_skipped_step_leaves_weights_and_state_unchanged(
     cls: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(3, 2)
-    more = {"momentum": 0.9} if cls is torch.optim.SGD else {}
-    optimizer = cls(model.parameters(), lr=0.1, fused=fused, **more)
+    options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+    optimizer = cls(model.parameters(), lr=0.1, fused=fused, **options)
     assert not conditional_step.supports_device_skip(optimizer)  # on CPU the host reads the flag for free
     if fused:  # fused CPU kernels respect the flag as those on GPU do
         monkeypatch.setattr(conditional_step, "supports_device_skip", lambda optimizer: bool(optimizer.state))
@@ -229,7 +229,7 @@ def test_device_skip_needs_state_for_all_trained_params() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # from torch's import
 def test_zero1_does_not_support_device_skip() -> None:
     p = OnGpu(torch.ones(2))
-    with group_of_one():
+    with single_process_group():
         build = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
         optimizer = data_parallel.build_zero1_optimizer(build, [{"params": [p]}])
         p.grad = torch.ones(2)

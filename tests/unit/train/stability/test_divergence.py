@@ -1,4 +1,4 @@
-"""Divergence policy: counts, stops and roll-backs, independent of when values arrive."""
+"""Divergence policy: counts, stops and rollbacks, independent of when values arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD = make_result(math.nan, skipped=True)
 
 
 def run(policy: DivergencePolicy, steps: list[StepResult], first: int = 1) -> list[tuple[int, Rollback]]:
-    """Return (step, roll-back) pairs, the step being the one after which the roll-back was requested."""
+    """Return (step, rollback) pairs, where the rollback was requested after the step."""
     rollbacks = []
     for number, result in enumerate(steps, start=first):
         policy.enqueue(number, result)

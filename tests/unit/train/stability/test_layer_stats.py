@@ -17,7 +17,7 @@ from clustertrain.train.session.session import get_runtime
 from clustertrain.train.stability.layer_stats import MAX_SAMPLED_ELEMENTS, LayerStats, find_unit_name
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.step_guard import StepGuard
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_statistics_match_their_definitions(session: ct.Session) -> None:
 def test_hooks_are_removed(session: ct.Session) -> None:
     model = session.parallelize(Net())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, get_runtime(session).context)
-    with pytest.raises(RuntimeError), look.hooks():
+    layer_stats = LayerStats(model, get_runtime(session).context)
+    with pytest.raises(RuntimeError), layer_stats.hooks():
         model(torch.zeros(1, 9))
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -118,11 +118,11 @@ def test_update_ratio_of_a_large_parameter_is_sampled(session: ct.Session) -> No
     torch.manual_seed(4)
     model = session.parallelize(nn.Linear(500, 2 * MAX_SAMPLED_ELEMENTS // 500 + 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, get_runtime(session).context)
+    layer_stats = LayerStats(model, get_runtime(session).context)
     (before,) = [p.detach().clone() for p in model.parameters()]
     batch = (torch.randn(8, 500), torch.randn(8, before.shape[0]))
-    done = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
-    assert done.layers is not None
+    result = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), layer_stats)  # type: ignore[misc]
+    assert result.layers is not None
     (after,) = model.parameters()
     ratio = ((after.detach() - before).norm() / before.norm()).item()
-    assert done.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)
+    assert result.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)

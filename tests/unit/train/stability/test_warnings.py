@@ -22,7 +22,7 @@ from clustertrain.train.stability.warnings import (
 
 
 class WarningRecorder:
-    """Collects the events of a reporter; ``now`` is the time of its clock."""
+    """Collector of a reporter's events; ``now`` is the time of its clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
         self.now = 1000.0
@@ -32,7 +32,7 @@ class WarningRecorder:
         self.step = 0
 
     def observe(self, count: int = 1, **row: Any) -> list[str]:
-        """Observe ``count`` such rows and return the codes of the warnings."""
+        """Observe ``count`` rows with the values ``row`` and return the codes of the warnings."""
         before = len(self.events)
         for _ in range(count):
             self.step += 1
@@ -139,7 +139,7 @@ def test_throughput_falls_back_to_samples_and_step_time(monkeypatch: pytest.Monk
 
 
 def test_short_or_brief_runs_have_no_throughput_warning(recorder: WarningRecorder) -> None:
-    """Neither many steps of milliseconds nor a minute of longer ones warn."""
+    """Cover many steps of milliseconds, and longer steps for less than a minute."""
     assert recorder.observe(5 + MIN_BASELINE_STEPS + RECENT_STEPS, step_s=0.002) == []
     assert recorder.observe(20_000, step_s=0.002) == []
     assert recorder.observe(6000, step_s=0.01) == []

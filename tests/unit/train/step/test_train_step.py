@@ -47,12 +47,12 @@ def test_step_with_zero_count_keeps_weights(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    nothing = (torch.ones(2, FEATURES), torch.full((2, 1), torch.nan))
-    done = session.train_step(nothing, masked, clip_norm=1.0)
+    masked_batch = (torch.ones(2, FEATURES), torch.full((2, 1), torch.nan))
+    result = session.train_step(masked_batch, masked, clip_norm=1.0)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert (math.isnan(done.loss.item()), done.grad_norm.item(), done.skipped) == (True, 0.0, False)
-    done = session.train_step((torch.ones(2, FEATURES), torch.ones(2, 1)), masked)
-    assert math.isfinite(done.loss.item()) and done.grad_norm > 0
+    assert (math.isnan(result.loss.item()), result.grad_norm.item(), result.skipped) == (True, 0.0, False)
+    result = session.train_step((torch.ones(2, FEATURES), torch.ones(2, 1)), masked)
+    assert math.isfinite(result.loss.item()) and result.grad_norm > 0
 
 
 def run_step(session: ct.Session, batch: Any) -> list[torch.Tensor]:
@@ -61,21 +61,21 @@ def run_step(session: ct.Session, batch: Any) -> list[torch.Tensor]:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     get_runtime(session).state.train_step = None
     session.optimizer(torch.optim.SGD, lr=0.1)
-    done = session.train_step(batch, masked)
-    return [done.loss, done.grad_norm, *(p.detach() for p in model.parameters())]
+    result = session.train_step(batch, masked)
+    return [result.loss, result.grad_norm, *(p.detach() for p in model.parameters())]
 
 
 def test_ragged_micro_batches_equal_one_large_batch(session: ct.Session) -> None:
     torch.manual_seed(1)
     inputs, target = torch.randn(11, FEATURES), torch.randn(11, 4)
-    target[torch.rand(11, 4) < 0.4] = torch.nan  # so many count in each sample, and in the last one none
+    target[torch.rand(11, 4) < 0.4] = torch.nan  # the counts of the samples differ; the last one is zero
     target[10] = torch.nan
     whole = run_step(session, (inputs, target))
     for sizes in ([4, 4, 3], [1, 2, 8], [5, 5, 1]):
         parts = list(zip(inputs.split(sizes), target.split(sizes), strict=True))
         assert len({int((~t.isnan()).sum()) for _, t in parts}) > 1
-        for mine, theirs in zip(run_step(session, parts), whole, strict=True):
-            assert torch.allclose(mine, theirs, rtol=2e-6, atol=1e-7)
+        for actual, expected in zip(run_step(session, parts), whole, strict=True):
+            assert torch.allclose(actual, expected, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -85,9 +85,9 @@ def test_nonfinite_step_is_skipped_and_reported(session: ct.Session, bad: float)
     good = (torch.ones(2, FEATURES), torch.ones(2, 1))
     session.train_step(good, masked)
     before = [p.detach().clone() for p in model.parameters()]
-    done = session.train_step((torch.full((2, FEATURES), bad), torch.ones(2, 1)), masked)
+    result = session.train_step((torch.full((2, FEATURES), bad), torch.ones(2, 1)), masked)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert (bool(done.skipped), bool(done.finite), bool(done.clipped), done.overflow) == (True, False, False, False)
+    assert (bool(result.skipped), bool(result.finite), bool(result.clipped), result.overflow) == (True, False, False, False)
     assert not session.train_step(good, masked).skipped
 
 
@@ -126,8 +126,8 @@ def test_clip_options_of_train_step(session: ct.Session) -> None:
     session.optimizer(torch.optim.SGD, lr=1.0)
     batch = (torch.ones(2, FEATURES), torch.full((2, 1), 100.0))
     before = model.weight.detach().clone()
-    done = session.train_step(batch, masked, clip=ct.Clipping("value", value=0.25))
-    assert done.clipped and done.clip_fraction == 1.0 and done.grad_norm > 1
+    result = session.train_step(batch, masked, clip=ct.Clipping("value", value=0.25))
+    assert result.clipped and result.clip_fraction == 1.0 and result.grad_norm > 1
     assert torch.allclose(model.weight - before, torch.full_like(before, 0.25))
     with pytest.raises(UsageError, match="not both"):
         session.train_step(batch, masked, clip_norm=1.0, clip=ct.Clipping())
@@ -160,36 +160,36 @@ def transformed(batch: list[Any]) -> list[Any]:
 
 def test_transformed_batch_keeps_sample_positions() -> None:
     data = loader()
-    places = SamplePositions([data])
+    positions = SamplePositions([data])
     for _ in range(2):
         batch = transformed(next(data))
-        assert places.for_batch(batch) is data.sample_positions
-    assert places.for_batch(batch) is None  # of no loader as far as can be told, and all samples count
+        assert positions.for_batch(batch) is data.sample_positions
+    assert positions.for_batch(batch) is None  # matches no loader, so all samples count
 
 
 def test_padding_of_transformed_batch_is_known() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
-    found = SamplePositions([data]).for_batch(transformed(next(data)))
-    assert found is not None and [len(p) for p in found] == [2, 1] and found[1].tolist() == [-1]
+    sample_positions = SamplePositions([data]).for_batch(transformed(next(data)))
+    assert sample_positions is not None and [len(p) for p in sample_positions] == [2, 1] and sample_positions[1].tolist() == [-1]
 
 
 def test_batch_is_matched_to_loader_by_micro_batch_sizes() -> None:
     training, other = loader(), loader(global_batch=6)
     batch = transformed(next(training))
     next(other)
-    places = SamplePositions([training, other])
-    assert places.for_batch(batch) is training.sample_positions
+    positions = SamplePositions([training, other])
+    assert positions.for_batch(batch) is training.sample_positions
     next(training), next(other)
-    assert places.for_batch(other.last_item) is other.sample_positions
+    assert positions.for_batch(other.last_item) is other.sample_positions
 
 
 def test_resplit_ragged_batch_raises() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
-    places = SamplePositions([data])
+    positions = SamplePositions([data])
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     for _ in range(2):
         with pytest.raises(UsageError, match=r"micro-batches of \[3\] samples, does not show"):
-            places.for_batch(whole)
+            positions.for_batch(whole)
 
 
 def test_resplit_even_batch_has_no_positions() -> None:
@@ -199,7 +199,7 @@ def test_resplit_even_batch_has_no_positions() -> None:
 
 
 def test_loader_without_micro_batches(session: ct.Session) -> None:
-    """default_collate turns tuples into lists."""
+    """Train on lists, into which default_collate turns tuples."""
     session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.0)
     numbers = Numbers()

@@ -26,7 +26,7 @@ from clustertrain.train.optim.param_groups import groups_for_unsharded
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step.train_step import TrainStep
 from clustertrain.train.tools import model_stats
-from tests.unit.train.alone import ALONE
+from tests.unit.train.single_process import ALONE
 
 NETS = """
 import torch
@@ -97,18 +97,18 @@ def count(entry: str, **step: Any) -> ModelStats:
 
 
 def test_model_is_counted_on_the_meta_device() -> None:
-    found = count("Net")
+    counted = count("Net")
     layer = 2 * 32 + (32 + 1) * 128 + (128 + 1) * 32
-    whole = 256 * 32 + 3 * layer  # the head shares the embedding's weight
-    assert (found.parameters, found.parameter_bytes, found.trainable) == (whole, 4 * whole, whole - 32)
-    assert (found.buffers, found.buffer_bytes, found.built_on, found.dtypes) == (1, 10, "meta", {"float32": whole})
-    assert found.units == tuple(ModuleStats(f"layers.{i}", layer) for i in range(3))
-    assert found.largest == ModuleStats("embed", 256 * 32)
+    parameters = 256 * 32 + 3 * layer  # the head shares the embedding's weight
+    assert (counted.parameters, counted.parameter_bytes, counted.trainable) == (parameters, 4 * parameters, parameters - 32)
+    assert (counted.buffers, counted.buffer_bytes, counted.built_on, counted.dtypes) == (1, 10, "meta", {"float32": parameters})
+    assert counted.units == tuple(ModuleStats(f"layers.{i}", layer) for i in range(3))
+    assert counted.largest == ModuleStats("embed", 256 * 32)
 
 
 def test_constructor_that_needs_values_runs_on_cpu() -> None:
-    found = count("Valued")
-    assert (found.parameters, found.built_on, found.largest.name) == (3, "cpu", "the model itself")
+    counted = count("Valued")
+    assert (counted.parameters, counted.built_on, counted.largest.name) == (3, "cpu", "the model itself")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_constructor_that_needs_values_runs_on_cpu() -> None:
         ("Nothing", "has no attribute 'Nothing'"),
     ],
 )
-def test_errors_of_user_code_are_answers(entry: str, message: str) -> None:
+def test_errors_of_user_code_are_returned(entry: str, message: str) -> None:
     answer = model_stats.handle_request(request(entry))
     assert message in answer["error"] and answer["fix"]
 
@@ -139,7 +139,7 @@ def test_errors_of_user_code_are_answers(entry: str, message: str) -> None:
     ],
     ids=["layer_decay", "freeze", "metric", "tp", "stages"],
 )
-def test_recipe_errors_are_answers(tables: dict[str, Any], split: dict[str, int], message: str) -> None:
+def test_recipe_errors_are_returned(tables: dict[str, Any], split: dict[str, int], message: str) -> None:
     valued = request("Valued")
     answer = model_stats.handle_request({**valued, "recipe": {**valued["recipe"], **tables}, "split": split})
     assert message in answer["error"] and answer["fix"]
@@ -181,16 +181,16 @@ def measure_real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> t
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_traced_memory_matches_a_real_step(checkpointing: str) -> None:
-    found = count("Net", micro_batch=8, activation_checkpointing=checkpointing)
-    assert found.trace_error == "" and found.memory_trace is not None
+    counted = count("Net", micro_batch=8, activation_checkpointing=checkpointing)
+    assert counted.trace_error == "" and counted.memory_trace is not None
     recipe = build(request("Net")["recipe"], Recipe, "recipe")
     peak, passes = measure_real_peak(recipe, 8, checkpointing)
-    traced = found.memory_trace.peak_bytes
+    traced = counted.memory_trace.peak_bytes
     # A real step starts with its parameters and its batch allocated.
     initial = traced["parameter"] + traced["buffer"] + traced["other"]
-    assert initial == found.parameter_bytes + found.buffer_bytes + 2 * 8 * 32 * 8
+    assert initial == counted.parameter_bytes + counted.buffer_bytes + 2 * 8 * 32 * 8
     assert sum(traced.values()) - initial == pytest.approx(peak, rel=0.02)
-    assert found.memory_trace.activations_bytes == pytest.approx(passes, rel=0.1)
+    assert counted.memory_trace.activations_bytes == pytest.approx(passes, rel=0.1)
 
 
 def test_trace_reflects_checkpointing_and_precision() -> None:
@@ -204,12 +204,12 @@ def test_trace_reflects_checkpointing_and_precision() -> None:
 
 
 def test_untraceable_step_is_counted_with_a_reason() -> None:
-    found = count("ReadsValues", micro_batch=2)
-    assert found.memory_trace is None and found.parameters > 0
-    assert found.trace_error.startswith("the trace failed: ") and "DataDependent" in found.trace_error
+    counted = count("ReadsValues", micro_batch=2)
+    assert counted.memory_trace is None and counted.parameters > 0
+    assert counted.trace_error.startswith("the trace failed: ") and "DataDependent" in counted.trace_error
 
 
 def test_missing_mem_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed._tools.mem_tracker", None)
-    found = count("Net", micro_batch=2)
-    assert "has no MemTracker" in found.trace_error and math.isfinite(found.parameters)
+    counted = count("Net", micro_batch=2)
+    assert "has no MemTracker" in counted.trace_error and math.isfinite(counted.parameters)

@@ -1,4 +1,4 @@
-"""Ranks of every layout when training goes wrong: they skip the same steps, roll back to the same step, and the run
+"""NaN, Inf and loss spikes under every layout: all ranks skip the same steps and roll back to the same step, and the run
 continues as if it had never seen the excluded samples."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_spike_run(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     ("layout", "setup"),
     [
         *((layout, faulty_data.poison_gradients) for layout in (DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP)),
-        *((layout, faulty_data.ask_the_device) for layout in (ZERO1, FSDP_TP, FSDP_PP)),
+        *((layout, faulty_data.poison_gradients_with_device_skip) for layout in (ZERO1, FSDP_TP, FSDP_PP)),
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else value.__name__,
 )
@@ -59,9 +59,9 @@ def test_nan_on_one_rank_makes_all_ranks_skip(tmp_path: Path, layout: Layout, se
     rows = metrics.load_rows(run)
     assert [r["skipped"] for r in rows] == [0, 0, 1, 1, 0]
     assert rows[4]["loss"] != rows[2]["loss"]  # other samples, same weights
-    named = [r.get("bad_samples", "").partition(", epoch 0: sample ")[0] for r in rows]
-    assert named == ["", "", "the global batch", "micro-batch 1 of data-parallel rank 1", ""]
-    # Weights and optimizer state are unchanged, in all bits.
+    bad_samples = [r.get("bad_samples", "").partition(", epoch 0: sample ")[0] for r in rows]
+    assert bad_samples == ["", "", "the global batch", "micro-batch 1 of data-parallel rank 1", ""]
+    # Weights and optimizer state are bitwise unchanged.
     assert digest(run, 2) == digest(run, 3) == digest(run, 4) != digest(run, 5)
     assert ranks.events("session_ended")[0]["skipped_steps"] == 2
     (warning,) = (e for e in ranks.events("training_warning") if e["code"] == "non_finite")
@@ -78,11 +78,11 @@ def test_too_many_skipped_steps_in_a_row_end_run(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def digest_without_samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the digest of a run that excluded the samples from the start, by layout."""
-    known: dict[Layout, str] = {}
+    """Return a function from the layout to the digest of a run that excluded the samples from the start."""
+    digests: dict[Layout, str] = {}
 
     def digest_of(layout: Layout) -> str:
-        if layout not in known:
+        if layout not in digests:
             run = make_spike_run(
                 tmp_path_factory.mktemp("without") / "run",
                 layout,
@@ -90,45 +90,45 @@ def digest_without_samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 every=EVERY,
                 tables={"stability": {"spike": "off"}},
             )
-            left_out = ((SPIKE_AT - 1 - MARGIN) * BATCH, SPIKE_AT * BATCH)
-            Ranks(run, layout.world_size, setup=faulty_data.without, args=left_out).expect(0)
-            known[layout] = digest(run)
-        return known[layout]
+            excluded = ((SPIKE_AT - 1 - MARGIN) * BATCH, SPIKE_AT * BATCH)
+            Ranks(run, layout.world_size, setup=faulty_data.exclude_samples, args=excluded).expect(0)
+            digests[layout] = digest(run)
+        return digests[layout]
 
     return digest_of
 
 
-def spiking(folder: Path, layout: Layout, **kw: Any) -> RunDir:
+def make_rollback_run(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     stability = {**SPIKE, "roll_back_margin": MARGIN}
     return make_spike_run(folder, layout, steps=STEPS, every=EVERY, tables={"stability": stability}, **kw)
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP_PP], ids=Layout.describe)
 def test_rollback_matches_run_without_the_samples(tmp_path: Path, layout: Layout, digest_without_samples: Any) -> None:
-    run = spiking(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
+    run = make_rollback_run(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
     batch = EventLog(run.attempt(1).events_path("batch"))
     batch.write("started", job_id="7")
     ranks = Ranks(run, 4, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
     batch.write("ended", ending="completed", last_step=STEPS)
     batch.close()
-    (back,) = ranks.events("rolled_back")
+    (rollback_event,) = ranks.events("rolled_back")
     # The checkpoint of step 18 was trained on samples within the margin.
-    assert (back["step"], back["to_step"], back["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
+    assert (rollback_event["step"], rollback_event["to_step"], rollback_event["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
     assert digest(run) == digest_without_samples(layout)
     assert [r["step"] for r in metrics.load_rows(run)] == list(range(1, STEPS + 1))
     assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_AT + 1), *range(13, STEPS + 1)]
     ledger = goodput.compute_goodput(run, attempts.load_attempts(run), clock.now(), is_finished=True)
     assert sum(getattr(ledger, part) for part in goodput.TIME_CATEGORIES) == pytest.approx(ledger.wall_s, rel=1e-12)
-    assert ledger.repeated_s > 0 and ledger.restore_s >= back["restore_s"] * 0.99
+    assert ledger.repeated_s > 0 and ledger.restore_s >= rollback_event["restore_s"] * 0.99
 
 
 @pytest.mark.parametrize(
     "point", ["before_rollback_record", "after_rollback_record", "between_invalidated_checkpoints"]
 )
-def test_attempt_after_kill_in_rollback_does_the_same(tmp_path: Path, point: str, digest_without_samples: Any) -> None:
+def test_attempt_after_kill_in_rollback_completes_it(tmp_path: Path, point: str, digest_without_samples: Any) -> None:
     layout = Layout(strategy="ddp", dp_replicate=2)
-    run = spiking(tmp_path / "run", layout)
-    first = Ranks(run, 2, setup=faulty_data.bad_samples_and_a_kill, args=(BAD, 50.0, point)).wait()
+    run = make_rollback_run(tmp_path / "run", layout)
+    first = Ranks(run, 2, setup=faulty_data.bad_samples_and_kill, args=(BAD, 50.0, point)).wait()
     assert first[0] == -9 and first[1] != 0
     second = Ranks(run, 2, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
     recorded = point != "before_rollback_record"
@@ -140,7 +140,7 @@ def test_attempt_after_kill_in_rollback_does_the_same(tmp_path: Path, point: str
 
 def test_run_continues_under_other_layout_after_rollback(tmp_path: Path) -> None:
     two, four = Layout(strategy="ddp", dp_replicate=2), FSDP_TP
-    run = spiking(tmp_path / "run", two)
+    run = make_rollback_run(tmp_path / "run", two)
     first = Ranks(run, 2, setup=stop_after_rollback).expect(0)
     assert {r["ending"] for r in first.results()} == {"stopped"}
     stopped_at = first.results()[0]["step"]
@@ -148,7 +148,7 @@ def test_run_continues_under_other_layout_after_rollback(tmp_path: Path) -> None
     write_plan(run, four, 4, global_batch=BATCH, micro_batch=8)
     second = Ranks(run, 4, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
     assert second.events("restored")[0]["step"] == stopped_at and not second.events("rolled_back")
-    reference = spiking(tmp_path / "whole", SINGLE)
+    reference = make_rollback_run(tmp_path / "whole", SINGLE)
     expected = Ranks(reference, 1, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0).losses()
     for row in metrics.load_rows(run):
         assert row["loss"] == pytest.approx(expected[row["step"]][0], rel=1e-4), row["step"]
@@ -172,7 +172,7 @@ def stop_after_rollback() -> None:
 def test_repeated_rollbacks_end_run(tmp_path: Path) -> None:
     tables = {"stability": {"on_divergence": "roll-back", "max_skipped": 1, "max_roll_backs": 2}}
     run = make_spike_run(tmp_path / "run", SINGLE, steps=9, every=2, tables=tables)
-    # After each rollback the next step is bad again.
+    # The step after each rollback is bad again.
     ranks = Ranks(run, 1, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     assert [e["to_step"] for e in ranks.events("rolled_back")] == [2, 2]
     assert "has rolled back 2 times" in ranks.results()[0]["error"]["message"]
@@ -194,7 +194,7 @@ def test_clipping_matches_one_process(tmp_path: Path, layout: Layout, optim: dic
         run = make_spike_run(tmp_path / name, layout, steps=22, every=50, micro_batch=4, tables={"optim": optim})
         return Ranks(run, layout.world_size).expect(0).rows()
 
-    actual, expected = rows("found", layout), rows("wanted", SINGLE)
+    actual, expected = rows("actual", layout), rows("expected", SINGLE)
     assert {r["clipped"] for r in expected[16:]} == ({1} if optim["clip"] == "value" else {0, 1})
     for row, expected_row in zip(actual, expected, strict=True):
         assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-5), row["step"]
@@ -210,8 +210,8 @@ def test_layer_figures_are_independent_of_layout(tmp_path: Path, layout: Layout)
         assert not any("/" in key for key in rows[0])
         return {k: v for k, v in rows[1].items() if "/" in k}
 
-    actual, expected = figures("found", layout), figures("wanted", SINGLE)
+    actual, expected = figures("actual", layout), figures("expected", SINGLE)
     units = ["embed", "head", "layers.0", "layers.1", "norm"]
-    kinds = ("grad_norm", "weight_norm", "update_ratio", "activation")
-    assert sorted(expected) == sorted(f"{kind}/{unit}" for kind in kinds for unit in units)
+    columns = ("grad_norm", "weight_norm", "update_ratio", "activation")
+    assert sorted(expected) == sorted(f"{column}/{unit}" for column in columns for unit in units)
     assert actual == pytest.approx(expected, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Heartbeats of running ranks, as their node's agent reads them."""
+"""Heartbeats of running ranks, read as the node agent does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
 
-# A rank asks to be observed at certain points and continues when its heartbeat has been read there.
+# At certain points, a rank requests an observation and waits until its heartbeat has been read.
 SCRIPT = """
 import os
 import sys
@@ -31,16 +31,16 @@ from pathlib import Path
 import clustertrain as ct
 from clustertrain import settings
 
-def be_seen():
-    asking = Path(sys.argv[1]) / os.environ["RANK"]
-    asking.with_suffix(".new").write_text(os.environ[settings.RANK_DIR])
-    asking.with_suffix(".new").rename(asking)
-    while asking.exists():
+def wait_until_observed():
+    request = Path(sys.argv[1]) / os.environ["RANK"]
+    request.with_suffix(".new").write_text(os.environ[settings.RANK_DIR])
+    request.with_suffix(".new").rename(request)
+    while request.exists():
         time.sleep(0.005)
 
 class Slow:
     def state_dict(self):
-        be_seen()
+        wait_until_observed()
         return {}
 
     def load_state_dict(self, state):
@@ -48,37 +48,37 @@ class Slow:
 
 with ct.session() as s:
     s.tokens_per_step = 100
-    be_seen()
+    wait_until_observed()
     for step in s.steps(total=8, state={"slow": Slow()}, checkpoint_every=5):
-        be_seen()
+        wait_until_observed()
         if step == 2:
             with s.evaluation():
-                be_seen()
-            be_seen()
-    be_seen()
+                wait_until_observed()
+            wait_until_observed()
+    wait_until_observed()
 """
 
 
-def observe(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
-    """Return all heartbeats of both ranks that were observed until the end of the run."""
+def observe(run: Run, requests: Path) -> dict[int, list[Heartbeat]]:
+    """Return the heartbeats of both ranks that were observed until the end of the run, by rank."""
     seen: dict[int, list[Heartbeat]] = defaultdict(list)
     readers: dict[Path, HeartbeatReader] = {}
 
-    def look() -> bool:
-        asked = [path for path in asking.iterdir() if path.suffix != ".new"]
-        for path in asked[:1] if not readers else []:
+    def observe_once() -> bool:
+        pending = [path for path in requests.iterdir() if path.suffix != ".new"]
+        for path in pending[:1] if not readers else []:
             folder = Path(path.read_text())
             readers[folder] = HeartbeatReader(folder, [0, 1])
         for reader in readers.values():
-            for rank, one in reader.read().items():
-                seen[rank].append(one)
-        for path in asked:
+            for rank, beat in reader.read().items():
+                seen[rank].append(beat)
+        for path in pending:
             path.unlink()  # the rank has waited since before its heartbeat was read
         return len(seen) == 2 and all(
             beats[-1].step == 8 and beats[-1].phase == heartbeat.IDLE for beats in seen.values()
         )
 
-    clock.wait_until(lambda: look() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.01)
+    clock.wait_until(lambda: observe_once() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.01)
     return seen
 
 
@@ -87,39 +87,38 @@ def test_agent_observes_all_phases_of_both_ranks(tmp_path: Path) -> None:
     env["CLUSTERTRAIN_HOME"] = str(tmp_path / "home")
     script = tmp_path / "seen.py"
     script.write_text(SCRIPT)
-    asking = tmp_path / "asking"
-    asking.mkdir()
+    requests = tmp_path / "requests"
+    requests.mkdir()
     local = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
-    run = runs.submit(env, *local, str(script), str(asking))
+    run = runs.submit(env, *local, str(script), str(requests))
     try:
-        seen = observe(run, asking)
+        seen = observe(run, requests)
         assert sorted(seen) == [0, 1], run.explain()
         for rank, beats in seen.items():
-            lasting = [
-                b.phase for b in beats if b.phase not in (heartbeat.IDLE, heartbeat.RESTORE)
-            ]  # other phases may be missed
-            phases = [PHASES[code] for code, _ in itertools.groupby(lasting)]
+            # Idle and restore are short and may be missed.
+            observed = [b.phase for b in beats if b.phase not in (heartbeat.IDLE, heartbeat.RESTORE)]
+            phases = [PHASES[code] for code, _ in itertools.groupby(observed)]
             expected = ["startup", "train", "evaluation", "train", "checkpoint", "train", "checkpoint", "shutdown"]
             assert phases == expected, (rank, phases)
             steps = [b.step for b in beats]
             assert steps == sorted(steps) and set(steps) == {*range(9)}
-            assert {b.tokens - 50.0 * b.step for b in beats} == {0.0}  # half of each step's
+            assert {b.tokens - 50.0 * b.step for b in beats} == {0.0}  # half of the tokens of each step
             assert len({b.pid for b in beats}) == 1 and all(math.isnan(b.forward_s) for b in beats)
             assert all(0 < b.t <= clock.monotonic() for b in beats if b.step)
         run.complete()
-        book = goodput.compute_goodput(RunDir(run.path), attempts.load_attempts(RunDir(run.path)), clock.now(), True)
-        assert math.fsum(getattr(book, part) for part in goodput.TIME_CATEGORIES) == pytest.approx(
-            book.wall_s, abs=1e-6
+        ledger = goodput.compute_goodput(RunDir(run.path), attempts.load_attempts(RunDir(run.path)), clock.now(), True)
+        assert math.fsum(getattr(ledger, part) for part in goodput.TIME_CATEGORIES) == pytest.approx(
+            ledger.wall_s, abs=1e-6
         )
-        assert book.evaluation_s > 0 and book.checkpoint_stall_s > 0 and book.productive_s > 0
-        assert book.lost_s == book.repeated_s == 0.0
+        assert ledger.evaluation_s > 0 and ledger.checkpoint_stall_s > 0 and ledger.productive_s > 0
+        assert ledger.lost_s == ledger.repeated_s == 0.0
     finally:
         run.call("cancel", run.id, check=False)
         run.wait_until_final()
 
 
 def kill_at(step: int, only_rank: int) -> None:
-    """Setup: kill a rank during its step ``step``."""
+    """Setup: kill rank ``only_rank`` with SIGKILL in step ``step``."""
     from clustertrain.train.session.session import Session
 
     original = Session.log
@@ -137,11 +136,11 @@ def test_heartbeat_of_killed_rank_has_its_last_step(tmp_path: Path) -> None:
     ranks = Ranks(run, 2, setup=kill_at, args=(17, 1))
     assert ranks.wait()[1] == -signal.SIGKILL, ranks.logs()
     beats = HeartbeatReader(ranks.rank_dir, [0, 1]).read()
-    dead = beats[1]
-    assert (dead.step, PHASES[dead.phase], dead.pid) == (17, "train", ranks.processes[1].pid)
-    assert dead.tokens == 17 * 16 * SEQ_LEN / 2
-    # The forward pass of data parallel waits for no other rank, so it is timed, and so is the wait for the loader.
-    assert dead.forward_s > 0 and dead.data_wait_s > 0
+    killed = beats[1]
+    assert (killed.step, PHASES[killed.phase], killed.pid) == (17, "train", ranks.processes[1].pid)
+    assert killed.tokens == 17 * 16 * SEQ_LEN / 2
+    # A forward pass under DDP waits for no other rank, so it is timed.
+    assert killed.forward_s > 0 and killed.data_wait_s > 0
     assert beats[0].phase == heartbeat.IDLE  # the session ended normally
 
 

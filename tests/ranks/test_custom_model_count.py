@@ -1,4 +1,4 @@
-"""A custom model is counted by the command line before the job waits in the queue."""
+"""Commands can count a custom model before the job waits in the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm
 
 __all__ = ["fake_slurm"]
 pytestmark = pytest.mark.ranks
-Type = Callable[..., int]
+RunCli = Callable[..., int]
 NETS = """
 import os
 from torch import nn
@@ -39,30 +39,30 @@ PARAMETERS = 256 * 64 + 2 * 65 * 64 + 65 * 256
 
 
 @pytest.fixture
-def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
+def run_cli(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunCli:
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "nets.py").write_text(NETS)
     (folder / "own.toml").write_text('[model]\nentry = "nets:Net"\n[data]\nseq_len = 32\n[train]\nglobal_batch = 32\n')
     monkeypatch.chdir(folder)
 
-    def type_(*args: str) -> int:
+    def run_cli(*args: str) -> int:
         monkeypatch.setattr(sys, "argv", ["clustertrain", *args])
         return main()
 
-    return type_
+    return run_cli
 
 
-def test_plan_counts_and_traces_custom_model(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
-    assert type_("plan", "own.toml", "--json", "--gpus", "2", "--layout", "zero1", "--trace-memory") == 0
-    shown = json.loads(capfd.readouterr().out)
-    assert shown["model_stats"]["parameters"] == PARAMETERS
-    memory, gib = shown["memory"], 1024**3
+def test_plan_counts_and_traces_custom_model(run_cli: RunCli, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("plan", "own.toml", "--json", "--gpus", "2", "--layout", "zero1", "--trace-memory") == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["model_stats"]["parameters"] == PARAMETERS
+    memory, gib = plan["memory"], 1024**3
     assert memory["params_gib"] * gib == memory["grads_gib"] * gib == 4 * PARAMETERS
     assert memory["optimizer_gib"] * gib == 8 * PARAMETERS / 2
     assert memory["activations_gib"] > 0 and memory["peak_gib"] > memory["overhead_gib"]
-    assert 2.0 < memory["overhead_gib"] < 2.01  # context, NCCL, and a twentieth of the memory of tensors
-    assert any(reason.startswith("counted: nets:Net has") for reason in shown["reasons"])
+    assert 2.0 < memory["overhead_gib"] < 2.01  # CUDA context, NCCL, and 5% of the tensors' memory
+    assert any(reason.startswith("counted: nets:Net has") for reason in plan["reasons"])
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_plan_counts_and_traces_custom_model(type_: Type, capfd: pytest.CaptureF
     ],
 )
 def test_error_of_custom_model_is_reported_before_submission(
-    assignment: str, message: str, type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    assignment: str, message: str, run_cli: RunCli, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", "own.toml", "--count-model", "--set", assignment) == 78
+    assert run_cli("submit", "own.toml", "--count-model", "--set", assignment) == 78
     assert message in capfd.readouterr().err
     assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
 
 
-def test_submit_counts_only_on_request(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
-    assert type_("submit", "own.toml", "--dry-run", "--json", "--set", "model.args.width=0") == 0
+def test_submit_counts_only_on_request(run_cli: RunCli, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("submit", "own.toml", "--dry-run", "--json", "--set", "model.args.width=0") == 0
     assert json.loads(capfd.readouterr().out)["plan"]["model_stats"] is None
-    assert type_("submit", "own.toml", "--dry-run", "--json", "--count-model") == 0
+    assert run_cli("submit", "own.toml", "--dry-run", "--json", "--count-model") == 0
     assert json.loads(capfd.readouterr().out)["plan"]["model_stats"]["parameters"] == PARAMETERS

@@ -1,4 +1,4 @@
-"""Ways in which a user's script can end, and the ending of its run: on the local backend, with real ranks."""
+"""How custom scripts can end, and the resulting ending of the run, on the local backend."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from tests import runs
 from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
-HERE = ("--backend", "local", "--device", "cpu")
-ALONE = ("--nodes", "1", "--gpus", "1")
+LOCAL = ("--backend", "local", "--device", "cpu")
+ONE_RANK = ("--nodes", "1", "--gpus", "1")
 
 
 @pytest.fixture
 def submitted(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
-    made: list[Run] = []
+    submitted_runs: list[Run] = []
 
     def submit(text: str, *options: str) -> Run:
         script = tmp_path / "script.py"
         script.write_text(text)
         env = {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
-        made.append(runs.submit(env, *HERE, *options, str(script)))
-        return made[-1]
+        submitted_runs.append(runs.submit(env, *LOCAL, *options, str(script)))
+        return submitted_runs[-1]
 
     yield submit
-    for run in made:
+    for run in submitted_runs:
         run.call("cancel", run.id, check=False)
         run.wait_until_final()
 
 
-def below(run: Run, text: str) -> list[psutil.Process]:
+def find_processes(run: Run, text: str) -> list[psutil.Process]:
     """Return the living processes of the run with ``text`` in their command line."""
-    found = []
+    matches = []
     for p in psutil.process_iter():
         try:
             if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path) and p.status() != psutil.STATUS_ZOMBIE:
-                found += [p] if text in " ".join(p.cmdline()) else []
+                matches += [p] if text in " ".join(p.cmdline()) else []
         except psutil.Error:
             continue
-    return found
+    return matches
 
 
 SAVES_AND_EXITS_0 = """
@@ -64,15 +64,15 @@ if not saved.exists():
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "os._exit(0)", "raise SystemExit(75)"])
 def test_script_that_saves_on_warning_and_exits_0_is_continued(submitted: Callable[..., Run], end: str) -> None:
-    run = submitted(SAVES_AND_EXITS_0.replace("END", end), *ALONE)
-    run.wait_for(lambda _: (run.path / "training").exists(), "the script's begin")
+    run = submitted(SAVES_AND_EXITS_0.replace("END", end), *ONE_RANK)
+    run.wait_for(lambda _: (run.path / "training").exists(), "the script's start")
     run.call("requeue", run.id)
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert "script" in status["attempts"][0]["reason"]
 
 
-LEFT_EARLY = """
+LEAVES_EARLY = """
 import clustertrain as ct, os
 
 with ct.session() as s:
@@ -86,7 +86,7 @@ with ct.session() as s:
 
 @pytest.mark.parametrize("end", ["break", "raise SystemExit(75)"])
 def test_session_left_early_after_warning_is_continued(submitted: Callable[..., Run], end: str) -> None:
-    run = submitted(LEFT_EARLY.replace("END", end), *ALONE)
+    run = submitted(LEAVES_EARLY.replace("END", end), *ONE_RANK)
     run.wait_for_step(2)
     run.call("requeue", run.id)
     run.complete()
@@ -103,14 +103,14 @@ def test_session_left_early_after_warning_is_continued(submitted: Callable[..., 
     ],
 )
 def test_exit_code_without_warning_is_named(submitted: Callable[..., Run], end: str, ending: str, message: str) -> None:
-    run = submitted(f"import os\n{end}\n", *ALONE, "--max-requeues", "0")
+    run = submitted(f"import os\n{end}\n", *ONE_RANK, "--max-requeues", "0")
     (attempt,) = run.wait_until_final()["attempts"]
     assert (attempt["state"], message in attempt["reason"]) == (ending, True), attempt["reason"]
 
 
 def test_os_exit_after_last_step_completes_run(submitted: Callable[..., Run]) -> None:
     steps = "import clustertrain as ct, os\nwith ct.session() as s:\n    for _ in s.steps(total=2): pass\n"
-    run = submitted(f"{steps}os._exit(0)\n", *ALONE)
+    run = submitted(f"{steps}os._exit(0)\n", *ONE_RANK)
     run.complete()
     assert run.endings() == ["completed"]
 
@@ -124,17 +124,17 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
 
 
 def test_killed_torchrun_is_named_as_cause(submitted: Callable[..., Run]) -> None:
-    run = submitted(WAITS_ONCE, *ALONE)
+    run = submitted(WAITS_ONCE, *ONE_RANK)
     log = run.path / "attempts" / "1" / "logs" / "rank-0.log"
-    run.wait_for(lambda _: log.exists() and "waiting" in log.read_text(), "the script's begin")
-    (torchrun,) = below(run, "torch.distributed.run")
+    run.wait_for(lambda _: log.exists() and "waiting" in log.read_text(), "the script's start")
+    (torchrun,) = find_processes(run, "torch.distributed.run")
     torchrun.kill()
     status = run.complete()
     assert "was killed by SIGKILL" in status["attempts"][0]["reason"]
     assert "torchrun on" in status["attempts"][0]["reason"]
 
 
-MEETS = """
+REDUCES = """
 import os
 import torch
 import torch.distributed as dist
@@ -145,8 +145,8 @@ with ct.session() as s:
         dist.all_reduce(torch.zeros(1))
 """
 
-# Rank 0 waits for rank 1 in a place where no broken connection reports the end of rank 1.
-MEETS_LATE = """
+# Rank 0 waits for rank 1 before they are connected, so that no broken connection reports the end of rank 1.
+DELAYS_RANK_1 = """
 import os, pathlib, time
 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
     pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "late").touch()
@@ -154,20 +154,20 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_killed_agent_ends_its_ranks_without_blaming_node(submitted: Callable[..., Run], late: bool) -> None:
-    run = submitted((MEETS_LATE if late else "") + MEETS, "--nodes", "2", "--gpus", "1")
-    if late:
-        run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's begin")
+@pytest.mark.parametrize("delayed", [False, True])
+def test_killed_agent_ends_its_ranks_without_blaming_node(submitted: Callable[..., Run], delayed: bool) -> None:
+    run = submitted((DELAYS_RANK_1 if delayed else "") + REDUCES, "--nodes", "2", "--gpus", "1")
+    if delayed:
+        run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's start")
     else:
         run.wait_for_step(2)
-    agents = [p for p in below(run, "clustertrain agent") if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"]]
+    agents = [p for p in find_processes(run, "clustertrain agent") if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"]]
     (agent,) = [p for p in agents if p.environ()["CLUSTERTRAIN_NODE_RANK"] == "1"]
     node = agent.environ()["CLUSTERTRAIN_NODE"]
     orphans = agent.children(recursive=True)
     agent.kill()
-    _, left = psutil.wait_procs(orphans, timeout=30.0)
-    assert {p.status() for p in left} <= {psutil.STATUS_ZOMBIE}
+    _, remaining = psutil.wait_procs(orphans, timeout=30.0)
+    assert {p.status() for p in remaining} <= {psutil.STATUS_ZOMBIE}
     status = run.complete()
     first = status["attempts"][0]
     assert first["state"] == "unknown", first

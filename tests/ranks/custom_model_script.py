@@ -1,6 +1,5 @@
-"""A training script with a custom model, built on CPU, with biases, a custom norm and a table shared by embedding and
-head. It trains with SGD, which reveals a gradient of the wrong size. Arguments: samples per micro-batch, faults to
-inject."""
+"""A training script with a custom model built on CPU: biases, a custom norm, and a table shared by embedding and head.
+It trains with SGD, which reveals gradients of the wrong scale. Arguments: samples per micro-batch, faults to inject."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import clustertrain as ct
 from clustertrain.train.distributed.context_parallel import SelfAttention
 from clustertrain.train.distributed.dropout import Dropout
 
-DIM, HEADS, WORDS, LENGTH = 32, 4, 64, 16
+DIM, HEADS, VOCAB_SIZE, LENGTH = 32, 4, 64, 16
 MICRO_BATCH, FAULTS = int(sys.argv[1]), sys.argv[2:]
 
 
@@ -26,7 +25,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(0.1) if "torch-dropout" in FAULTS else Dropout(0.1)
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
-        # Split by heads, not into three, so that a shard of the features holds q, k and v of some heads.
+        # Group the features by head, so that each shard holds q, k and v of whole heads.
         a = self.up(self.norm(x)).unflatten(-1, (-1, 3, DIM // HEADS))
         y = self.attention(*(a[:, :, :, i].transpose(1, 2) for i in range(3))).transpose(1, 2).flatten(2)
         return x + (self.dropout(self.down(y)) if "torch-dropout" in FAULTS else self.dropout(self.down(y), samples))
@@ -37,9 +36,9 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, DIM)
+        self.embed = nn.Embedding(VOCAB_SIZE, DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, WORDS)
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB_SIZE)
         self.embed.weight = self.head.weight
 
     def forward(self, tokens: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,10 +60,10 @@ PLAN = {
     "norm": "sequence",
     "head": "head",
 }
-if "norm-left-out" in FAULTS:
+if "norm-without-pattern" in FAULTS:
     del PLAN["norm"]
 length = LENGTH + 1 if "odd-length" in FAULTS else LENGTH
-tokens = torch.randint(WORDS, (64, length), generator=torch.Generator().manual_seed(3))
+tokens = torch.randint(VOCAB_SIZE, (64, length), generator=torch.Generator().manual_seed(3))
 
 with ct.session(seed=5) as session:
     model = session.parallelize(Tagger(), tp_plan=PLAN)
@@ -74,5 +73,5 @@ with ct.session(seed=5) as session:
     )
     state = {"model": model, "optimizer": optimizer, "data": data}
     for _ in session.steps(4, state, checkpoint_every=4):
-        done = session.train_step(next(data), compute_loss)
-        session.log(loss=done.loss, grad_norm=done.grad_norm)
+        result = session.train_step(next(data), compute_loss)
+        session.log(loss=result.loss, grad_norm=result.grad_norm)

@@ -1,5 +1,5 @@
-"""The built-in models besides the decoder, and a user's model, train the same on two ranks with small micro-batches as
-in one process with a single micro-batch."""
+"""Built-in models other than the decoder, and a custom model, train the same on two ranks with small micro-batches as
+on one process with one micro-batch per step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks.rank_pool import Ranks, make_run
 pytestmark = pytest.mark.ranks
 
 STEPS = 4
-# Like the limits of the parity table for fp32 (tests/harness/parity/cells.py).
+# Limits of the parity table for fp32 (tests/harness/parity/cells.py).
 LOSS, NORM = 2e-6, 5e-6
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The gain of compilation is measured before the first step, and a failing compiler does not end a run."""
+"""The trial of compilation before the first step: its timings, and a compiler that fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fast_compiler() -> None:
 
 
 def no_compiler_on_rank_1() -> None:
-    """Setup: the node of rank 1 has no g++; the other ranks compile with a backend that needs none."""
+    """Setup: remove g++ from the node of rank 1; the other ranks compile with a backend that does not need it."""
     one_thread()
     if os.environ["RANK"] != "1":
         original = torch._dynamo.lookup_backend
@@ -53,10 +53,10 @@ def test_failed_compiler_on_one_rank_keeps_all_ranks_eager(tmp_path: Path, layou
     plain = reference.expect(0).losses()
     run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, parallel={"compile": True})
     ranks = Ranks(run, 2, setup=no_compiler_on_rank_1).expect(0)
-    (failed,) = ranks.events("compile_failed")
-    assert failed["reason"].startswith("on rank 1 (node b): ") and "compile" in failed["fix"]
+    (failure,) = ranks.events("compile_failed")
+    assert failure["reason"].startswith("on rank 1 (node b): ") and "compile" in failure["fix"]
     assert ranks.events("compiled") == []
-    assert ranks.losses() == plain, "what was tried out has left something behind"
+    assert ranks.losses() == plain, "the trial has changed the training state"
 
 
 def test_both_times_are_reported_and_resume_is_exact(tmp_path: Path) -> None:
@@ -66,6 +66,6 @@ def test_both_times_are_reported_and_resume_is_exact(tmp_path: Path) -> None:
     (event,) = ranks.events("compiled")
     assert event["eager_s"] > 0 and event["compiled_s"] > 0 and event["compile_s"] > event["compiled_s"]
     shutil.rmtree(run.checkpoints / "step-00000004")
-    again = Ranks(run, 1, 2, setup=fast_compiler).expect(0)
-    assert again.events("restored")[0]["step"] == 2
-    assert again.losses() == {s: v for s, v in ranks.losses().items() if s > 2}
+    resumed = Ranks(run, 1, 2, setup=fast_compiler).expect(0)
+    assert resumed.events("restored")[0]["step"] == 2
+    assert resumed.losses() == {s: v for s, v in ranks.losses().items() if s > 2}

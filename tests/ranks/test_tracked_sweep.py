@@ -1,4 +1,4 @@
-"""A sweep of two runs on the local backend, each preempted once: its results and its trackers."""
+"""Results and trackers of a sweep of two runs on the local backend, each of which is preempted once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.runs import Run
 from tests.unit.tracking import reading_back
 
 pytestmark = pytest.mark.ranks
-STEPS = 200  # the preemption is a signal from outside: few and fast steps would end before it
-MORE = """
+STEPS = 200  # enough that the preemption, which is an external signal, comes before the end
+TABLES = """
 [schedule]
 warmup_steps = 2
 [tracking]
@@ -30,12 +30,12 @@ preempt_at_steps = [10]
 def test_sweep_with_preempted_runs(tmp_path: Path) -> None:
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "WANDB_"))}
     env = {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
-    recipe = runs.write_recipe(tmp_path, steps=STEPS, more=MORE)
+    recipe = runs.write_recipe(tmp_path, steps=STEPS, more=TABLES)
     args = ("--grid", "optim.lr=log:1e-5:1e-2:2", "--backend", "local", "--device", "cpu", "--gpus", "1", str(recipe))
     sweep = json.loads(runs.call(env, "sweep", "--json", *args).stdout)
-    both = [Run(env, row) for row in sweep["runs"]]
+    sweep_runs = [Run(env, row) for row in sweep["runs"]]
     try:
-        for run in both:
+        for run in sweep_runs:
             run.complete()
     finally:
         runs.call(env, "cancel", sweep["sweep"], check=False)
@@ -43,11 +43,11 @@ def test_sweep_with_preempted_runs(tmp_path: Path) -> None:
     assert [(r["values"], r["state"], r["attempts"], r["step"]) for r in results["runs"]] == [
         ({"optim.lr": lr}, "completed", 2, STEPS) for lr in (1e-2, 1e-5)
     ]
-    assert results["best"] == both[1].id and results["metric"] == "loss"
+    assert results["best"] == sweep_runs[1].id and results["metric"] == "loss"
     compared = json.loads(runs.call(env, "compare", sweep["sweep"], "--by", "tokens", "--json").stdout)
-    assert compared["winner"] == both[1].id
+    assert compared["winner"] == sweep_runs[1].id
     assert [s["key"] for s in compared["settings"]] == ["recipe.optim.lr"]
-    for run, side in zip(both, compared["runs"], strict=True):
+    for run, side in zip(sweep_runs, compared["runs"], strict=True):
         folder = RunDir(run.path)
         rows = metrics.load_rows(folder)
         assert [r["step"] for r in rows] == list(range(1, STEPS + 1)) and {r["attempt"] for r in rows} == {1, 2}
@@ -56,5 +56,5 @@ def test_sweep_with_preempted_runs(tmp_path: Path) -> None:
         assert list(zip(side["curves"]["loss"]["steps"], side["curves"]["loss"]["y"], strict=True)) == points
         assert side["tokens"] == STEPS * 16 * 64
         failures = [e for a in folder.attempts() for e in events.for_attempt(a) if e["event"] == "tracking_failed"]
-        # A busy machine may need more than the two seconds of a preemption; nothing is lost then.
+        # On a busy machine, two seconds before a preemption may not suffice; nothing is lost then.
         assert [e["reason"] for e in failures if not e["reason"].startswith("not finished after 2 s")] == []

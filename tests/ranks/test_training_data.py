@@ -1,4 +1,4 @@
-"""Training data of runs: each sample once, augmented and packed in the same way on any number of ranks."""
+"""Training data: each sample is used once, with the same augmentation and packing on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 # torch warns on machines with fewer cores than workers.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
-# Like the limits of the parity table for fp32 (tests/harness/parity/cells.py).
+# Limits of the parity table for fp32 (tests/harness/parity/cells.py).
 LOSS, NORM = 2e-6, 5e-6
 CONVNET = {"kind": "convnet", "convnet": {"channels": 1, "width": 8, "blocks": [1], "groups": 4}}
 AUGMENTED = {
@@ -26,14 +26,14 @@ AUGMENTED = {
     "augment": {"crop": 1, "flip": True, "color": 0.2, "mixup": 0.4},
 }
 
-TAKEN = """
+DATASET = """
 import os
 from pathlib import Path
 
 import torch
 
-class Taken:
-    '''Writes down which samples each rank has taken, without reading ahead.'''
+class Recorded:
+    '''Dataset that records which samples each rank reads.'''
 
     def __init__(self, count, folder):
         self.count, self.folder = count, Path(folder)
@@ -42,7 +42,7 @@ class Taken:
         return self.count
 
     def __getitem__(self, i):
-        with (self.folder / f"taken-{os.environ['CLUSTERTRAIN_ATTEMPT']}-{os.environ['RANK']}").open("a") as out:
+        with (self.folder / f"samples-{os.environ['CLUSTERTRAIN_ATTEMPT']}-{os.environ['RANK']}").open("a") as out:
             print(i, file=out)
         return torch.full((4, 4, 1), i % 251, dtype=torch.uint8), i % 10
 """
@@ -77,9 +77,9 @@ def test_image_augmentation_is_independent_of_ranks_and_workers(tmp_path: Path) 
 
 
 def test_resume_on_other_ranks_sees_each_sample_once(tmp_path: Path) -> None:
-    (tmp_path / "taken_from.py").write_text(TAKEN)
+    (tmp_path / "recorded_data.py").write_text(DATASET)
     count, steps = 96, 6  # of 16 samples each: one epoch
-    data = {"kind": "custom", "entry": "taken_from:Taken", "args": {"count": count, "folder": str(tmp_path)}}
+    data = {"kind": "custom", "entry": "recorded_data:Recorded", "args": {"count": count, "folder": str(tmp_path)}}
     run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=4, model=CONVNET, data=data)
     stopped = Ranks(run, 2, 1, setup=import_and_stop, args=(str(tmp_path), 2)).expect(0)
     committed = stopped.results()[0]["committed_step"]
@@ -87,7 +87,7 @@ def test_resume_on_other_ranks_sees_each_sample_once(tmp_path: Path) -> None:
     Ranks(run, 4, 2, setup=import_and_stop, args=(str(tmp_path), -1)).expect(0)
 
     def samples_of(attempt: int) -> list[int]:
-        return [int(i) for f in tmp_path.glob(f"taken-{attempt}-*") for i in f.read_text().split()]
+        return [int(i) for f in tmp_path.glob(f"samples-{attempt}-*") for i in f.read_text().split()]
 
     assert 0 < committed < steps
     assert (len(samples_of(1)), len(samples_of(2))) == (16 * committed, 16 * (steps - committed))
@@ -108,17 +108,17 @@ def shards(folder: Path) -> Path:
     return folder
 
 
-def test_packed_documents_train_alike_and_resume_inside(tmp_path: Path) -> None:
+def test_packed_documents_match_one_process_and_resume(tmp_path: Path) -> None:
     data = {"kind": "tokens", "path": str(shards(tmp_path / "shards")), "pack": True, "seq_len": 48, "validation": 0.3}
-    kw: dict[str, Any] = {"steps": 6, "every": 3, "data": data}
-    reference = make_run(tmp_path / "whole", "ddp", 1, **kw, micro_batch=16)
+    options: dict[str, Any] = {"steps": 6, "every": 3, "data": data}
+    reference = make_run(tmp_path / "whole", "ddp", 1, **options, micro_batch=16)
     single = Ranks(reference, 1).expect(0)
     event = single.events("data_described")[0]
     assert event["lengths"]["documents"] >= 5 and 0 < event["padding"] < 0.5
     assert event["samples"] > event["validation_samples"] > 0
     expected = list(single.losses().values())
     assert expected[-1][0] < expected[0][0]
-    run = make_run(tmp_path / "parts", "fsdp", 2, **kw, micro_batch=2)
+    run = make_run(tmp_path / "parts", "fsdp", 2, **options, micro_batch=2)
     first = Ranks(run, 2, 1, setup=touch_stop_at, args=(2,)).expect(0)
     write_plan(run, "ddp", 4, micro_batch=1)
     second = Ranks(run, 4, 2).expect(0)

@@ -1,4 +1,4 @@
-"""An attempt whose run was claimed by a newer one commits nothing more, reports why and ends."""
+"""An attempt whose run was taken over by a newer one ends with a reason and without another commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_ranks_of_taken_over_run_end_without_commit(tmp_path: Path) -> None:
     old = Ranks(run, 2)
     wait_for_commit(run, old, 2)
     run.attempt(2).path.mkdir()
-    # Exit code 0: torchrun takes any other code for a failure, which would be charged.
+    # torchrun would treat any other exit code as a failure, which would count.
     old.expect(0)
     results = old.results()
     assert [r["ending"] for r in results] == ["stopped", "stopped"]
@@ -31,6 +31,6 @@ def test_ranks_of_taken_over_run_end_without_commit(tmp_path: Path) -> None:
     assert results[0]["committed_step"] <= newest < results[0]["step"]
     new = Ranks(run, 2, attempt=2)
     wait_for_commit(run, new, newest)
-    new.tell_to_stop()
+    new.request_stop()
     new.expect(0)
     assert [e["step"] for e in new.events("restored")] == [newest]

@@ -1,4 +1,4 @@
-"""Models as the trainer builds them, on one process."""
+"""A context, a model and a process group for tests on a single process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, None, None)
 
 
-def built(model: nn.Module, seed: int = 3) -> nn.Module:
-    """On the CPU with the values that ``seed`` gives."""
+def build_on_cpu(model: nn.Module, seed: int = 3) -> nn.Module:
+    """Return ``model`` on the CPU, initialized from ``seed`` as the trainer does."""
     return parallelize(model, ALONE, ProcessGroups(None, None, None, None), seed)
 
 
 @contextmanager
-def group_of_one() -> Iterator[None]:
-    """A process group, for what does not work without."""
+def single_process_group() -> Iterator[None]:
+    """Open a process group of one process, for code that needs a group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
