@@ -176,9 +176,7 @@ def test_finished_part_is_not_copied_again(root: Path, tmp_path: Path) -> None:
     assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
 
 
-def test_partial_file_of_killed_writer_is_removed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_file_of_killed_writer_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave_partial_file(point: str, rank: int) -> None:
         if point == "after_write":
             (folder,) = root.iterdir()

@@ -103,9 +103,7 @@ def expected_time(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) / interval_s
 
 
-@pytest.mark.parametrize(
-    ("cost_s", "mtbf_s"), [(0.8, 7.9 * HOUR), (6.3, 7.9 * HOUR), (10.0, HOUR), (60.0, 2 * HOUR)]
-)
+@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(0.8, 7.9 * HOUR), (6.3, 7.9 * HOUR), (10.0, HOUR), (60.0, 2 * HOUR)])
 def test_young_daly_interval_is_near_optimal(cost_s: float, mtbf_s: float) -> None:
     best = young_daly_interval_s(cost_s, mtbf_s)
     minimum = min(expected_time(best * f / 100, cost_s, mtbf_s) for f in range(10, 1000))

@@ -40,7 +40,12 @@ def test_newest_are_kept_and_oldest_deleted_first() -> None:
 
 
 def test_milestones_are_kept_in_addition_to_newest() -> None:
-    assert kept_steps(regular_checkpoints(50, 100, 150, 200, 250, 300), RetentionPolicy(keep=2, keep_every=100)) == [100, 200, 250, 300]
+    assert kept_steps(regular_checkpoints(50, 100, 150, 200, 250, 300), RetentionPolicy(keep=2, keep_every=100)) == [
+        100,
+        200,
+        250,
+        300,
+    ]
 
 
 def test_newest_valid_is_kept_below_damaged_ones() -> None:
@@ -82,12 +87,20 @@ def test_number_of_stop_checkpoints_is_bounded() -> None:
 
 def test_stop_checkpoint_is_kept_for_other_reasons() -> None:
     stop = CheckpointInfo(20, "stop", metric=0.5)
-    assert kept_steps([CheckpointInfo(10), stop, CheckpointInfo(30)], RetentionPolicy(keep=1, keep_every=20)) == [20, 30]
-    assert kept_steps([CheckpointInfo(10), stop, CheckpointInfo(30)], RetentionPolicy(keep=1, keep_best=1, best="loss")) == [
+    assert kept_steps([CheckpointInfo(10), stop, CheckpointInfo(30)], RetentionPolicy(keep=1, keep_every=20)) == [
         20,
         30,
     ]
-    assert kept_steps([CheckpointInfo(10), stop, CheckpointInfo(30)], RetentionPolicy(keep=1), newest_good=20) == [20, 30]
+    assert kept_steps(
+        [CheckpointInfo(10), stop, CheckpointInfo(30)], RetentionPolicy(keep=1, keep_best=1, best="loss")
+    ) == [
+        20,
+        30,
+    ]
+    assert kept_steps([CheckpointInfo(10), stop, CheckpointInfo(30)], RetentionPolicy(keep=1), newest_good=20) == [
+        20,
+        30,
+    ]
 
 
 def draw_case(rng: random.Random) -> tuple[list[CheckpointInfo], RetentionPolicy, int | None]:

@@ -136,7 +136,10 @@ def test_free_memory_is_divided_among_buffers(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(staging, "available_memory", lambda: 10_000_000)
     state = [to_local_shard("a", "other", torch.zeros(750_000))]
-    only_buffer, one_of_four = StagingBuffer(tmp_path, torch.device("cpu")), StagingBuffer(tmp_path, torch.device("cpu"), 4)
+    only_buffer, one_of_four = (
+        StagingBuffer(tmp_path, torch.device("cpu")),
+        StagingBuffer(tmp_path, torch.device("cpu"), 4),
+    )
     only_buffer.stage(state)
     one_of_four.stage(state)
     assert (only_buffer.in_memory, one_of_four.in_memory) == (True, False)

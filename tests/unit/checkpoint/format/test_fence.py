@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint.core import fault_points
-from clustertrain.checkpoint.core import retention
+from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import folders
@@ -96,9 +95,7 @@ POINTS = (
 
 
 @pytest.mark.parametrize("point", [*POINTS, "after_fence_check"])
-def test_claim_at_any_point_stops_the_older_save(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_claim_at_any_point_stops_the_older_save(run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     at(monkeypatch, point, lambda: take_over(run))
@@ -107,9 +104,7 @@ def test_claim_at_any_point_stops_the_older_save(
     assert names(run) == []
 
 
-def test_older_save_does_not_replace_newer_of_same_step(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_save_does_not_replace_newer_of_same_step(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     at(monkeypatch, "after_fence_check", lambda: take_over(run).save(5, state_of(2.0)))
@@ -161,9 +156,7 @@ def test_sweep_keeps_staging_folder_of_newer_attempt(run: RunDir, monkeypatch: p
     assert newer.is_dir() and not older.exists()
 
 
-def test_superseded_attempt_prunes_nothing(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superseded_attempt_prunes_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     old = manager_of(run, 1, keep=1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
@@ -185,9 +178,7 @@ def test_deletion_spares_a_newer_save_of_the_step(run: RunDir) -> None:
     assert names(run) == []
 
 
-def test_superseded_attempt_cannot_roll_back(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superseded_attempt_cannot_roll_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     for step in (5, 10):

@@ -52,7 +52,10 @@ def test_offline_functions_agree_for_url_and_folder(root: Path, protocol: str) -
     assert [p.name for p in index.list_checkpoint_folders(remote_root)] == ["step-00000003", "step-00000006"]
     assert str(inspect.find_checkpoint(remote_root)) == f"{remote_root}/step-00000006"
     assert inspect.digest(inspect.find_checkpoint(remote_root, 3)) == inspect.digest(inspect.find_checkpoint(root, 3))
-    remote_rows, local_rows = inspect.list_checkpoints(remote_root, verify=True), inspect.list_checkpoints(root, verify=True)
+    remote_rows, local_rows = (
+        inspect.list_checkpoints(remote_root, verify=True),
+        inspect.list_checkpoints(root, verify=True),
+    )
     assert [r.pop("path") for r in remote_rows] == [f"{remote_root}/step-{s:08d}" for s in (3, 6)]
     assert remote_rows == [{k: v for k, v in r.items() if k != "path"} for r in local_rows]
     with pytest.raises(NotFound, match="no committed checkpoint of step 5; existing steps: 3, 6"):

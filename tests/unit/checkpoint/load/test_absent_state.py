@@ -64,7 +64,9 @@ def test_state_that_can_start_fresh_may_be_absent(tmp_path: Path, caplog: pytest
     later.value = 8
     checkpoints.restore(run_state)
     assert later.value == 7
-    checkpoints.roll_back(run_state, RollbackTarget(last_step=5, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
+    checkpoints.roll_back(
+        run_state, RollbackTarget(last_step=5, max_step=4, reason="a spike", excluded={}, max_rollbacks=1)
+    )
     assert later.value == 1  # not its value from the discarded steps
     checkpoints.close()
 
@@ -89,7 +91,9 @@ def test_evaluation_stability_and_loss_scale_may_be_added(tmp_path: Path) -> Non
         "trail": [[5, {"data": [8, 16]}]],
     })  # fmt: skip
     checkpoints.save(8, run_state, wait=True)
-    checkpoints.roll_back(run_state, RollbackTarget(last_step=8, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
+    checkpoints.roll_back(
+        run_state, RollbackTarget(last_step=8, max_step=4, reason="a spike", excluded={}, max_rollbacks=1)
+    )
     assert repr({name: value.state_dict() for name, value in later.items()}) == repr(before)  # type: ignore[attr-defined]
     assert evaluations.is_due(4, 8) and not evaluations.is_best(4)
     checkpoints.close()
@@ -102,7 +106,8 @@ def test_roll_back_and_repeat_steps(tmp_path: Path) -> None:
         checkpoints.save(step, state(float(step)), wait=True)
     run_state = state(9.0)
     rolled_back = checkpoints.roll_back(
-        run_state, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={"data": [[8, 16]]}, max_rollbacks=1)
+        run_state,
+        RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={"data": [[8, 16]]}, max_rollbacks=1),
     )
     assert rolled_back is not None and rolled_back.step == 4 and run_state["weights"].tolist() == [4.0] * 3
     assert restore.excluded_ranges(checkpoints.restore_context) == {"data": [[8, 16]]}
@@ -112,6 +117,8 @@ def test_roll_back_and_repeat_steps(tmp_path: Path) -> None:
     restored = checkpoints.restore(restored_state)
     assert restored is not None and restored.step == 6 and restored_state["weights"].tolist() == [60.0] * 3
     with pytest.raises(Diverged, match="rolled back 1 times"):
-        checkpoints.roll_back(run_state, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
+        checkpoints.roll_back(
+            run_state, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={}, max_rollbacks=1)
+        )
     assert len(rollback.read_records(tmp_path)) == 1
     checkpoints.close()

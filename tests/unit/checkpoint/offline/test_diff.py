@@ -53,7 +53,9 @@ def test_engine_and_layout_do_not_count_as_difference(tmp_path: Path) -> None:
 
 
 def test_rank_state_is_compared_if_world_sizes_match(tmp_path: Path) -> None:
-    folders = [save(tmp_path / n, 3, train_state(1), {"random": torch.full((4,), i), "n": i}) for i, n in enumerate("ab")]
+    folders = [
+        save(tmp_path / n, 3, train_state(1), {"random": torch.full((4,), i), "n": i}) for i, n in enumerate("ab")
+    ]
     diff = compare_checkpoints(*folders)
     assert [t.name for t in diff.bytes] == ["rank-0/random"]
     assert diff.values == (ValueDiff(name="ranks/0/n", a=0, b=1),)
@@ -85,9 +87,7 @@ def test_diff_of_consecutive_steps(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_max_difference_for_every_dtype(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_difference_for_every_dtype(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtypes, "BLOCK_ELEMENTS", 7)  # several blocks, of which the largest difference counts
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(1, 100, (5, 6), generator=generator).to(torch.float64).to(dtype)

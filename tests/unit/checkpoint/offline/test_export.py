@@ -209,7 +209,9 @@ def test_value_beyond_format_or_dtype_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_export_holds_one_tensor_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, dtype: str | None) -> None:
+def test_export_holds_one_tensor_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, dtype: str | None
+) -> None:
     monkeypatch.setattr(dtypes, "BLOCK_ELEMENTS", 10_000)
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))})
     tracemalloc.start()
@@ -344,9 +346,7 @@ def test_interrupt_keeps_earlier_export(tmp_path: Path, folder: Path, form: Any)
     assert content(tmp_path / "out") != before
 
 
-def test_failed_rename_restores_earlier_export(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rename_restores_earlier_export(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = export_earlier(tmp_path, folder, "safetensors")
 
     def fail(self: Path, target: Path) -> Path:
@@ -383,9 +383,7 @@ def test_damage_is_reported_and_leaves_nothing(tmp_path: Path, folder: Path, for
     assert names_in(tmp_path) == ["checkpoints"]
 
 
-def test_files_are_synced_before_rename(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_rename(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, rename = os.fsync, Path.replace
 

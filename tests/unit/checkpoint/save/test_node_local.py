@@ -109,9 +109,7 @@ def test_restore_on_same_node_reads_only_the_local_disk(
     assert list_saves(local_disk) == ["step-00000009-1"]  # older ones cannot be restored anymore
 
 
-def test_memory_is_free_before_copy_to_shared_folder(
-    make: Callable[..., CheckpointManager], root: Path
-) -> None:
+def test_memory_is_free_before_copy_to_shared_folder(make: Callable[..., CheckpointManager], root: Path) -> None:
     root.mkdir()
     manager = make()
     writer = _writer(manager)
@@ -218,7 +216,11 @@ def test_full_local_disk_only_warns(
 
 @pytest.mark.parametrize("obstacle", ["file", "folder of another user", "link"])
 def test_unsafe_local_folder_is_not_used(
-    make: Callable[..., CheckpointManager], root: Path, local_disk: Path, obstacle: str, capfd: pytest.CaptureFixture[str]
+    make: Callable[..., CheckpointManager],
+    root: Path,
+    local_disk: Path,
+    obstacle: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if obstacle == "file":
         local_disk.parent.write_text("x")

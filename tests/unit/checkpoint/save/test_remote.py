@@ -131,9 +131,7 @@ def test_missing_share_delays_commit_until_next_attempt(store: Store, root: Path
     assert stored_files(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
-def test_step_saved_again_replaces_whole_copy(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_saved_again_replaces_whole_copy(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_for_ranks(root, 3, 2)
     store.start(2)
     store.wait_for(3, 2)
@@ -221,9 +219,7 @@ def test_remote_retention_follows_policy(store: Store, root: Path) -> None:
     assert steps(remote_folder) == [100, 200, 260]
 
 
-def test_foreign_change_in_store_is_repaired(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_change_in_store_is_repaired(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_for_ranks(root, 3, 2)
     original, pending = Uploader._commit_remote, [True]
 
@@ -237,7 +233,9 @@ def test_foreign_change_in_store_is_repaired(
     monkeypatch.setattr(Uploader, "_commit_remote", commit)
     store.start(2)
     store.wait_for(3, 2)
-    assert any("has a different size than the uploaded file" in c.failure.message for _, c in store.outcomes if c.failure)
+    assert any(
+        "has a different size than the uploaded file" in c.failure.message for _, c in store.outcomes if c.failure
+    )
     assert stored_files(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
@@ -269,9 +267,7 @@ def test_end_of_rank_0_releases_other_ranks(store: Store, root: Path) -> None:
     assert clock.wait_until(lambda: any(r == 1 and c.step >= 3 for r, c in store.outcomes), LONG_S, 0.02)
 
 
-def test_upload_yields_to_saves_and_stops_on_request(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_yields_to_saves_and_stops_on_request(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CHUNK_BYTES", 1000)
     calls: list[int] = []
     job = UploadJob(url=store.url, root=str(root), rank=0, world_size=1, attempt="1", policy=RetentionPolicy())

@@ -240,17 +240,13 @@ def test_writer_finishes_its_work_after_close(manager: CheckpointManager, tmp_pa
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
-def test_close_waits_for_pending_saves(
-    manager: CheckpointManager, results: list[SaveResult], tmp_path: Path
-) -> None:
+def test_close_waits_for_pending_saves(manager: CheckpointManager, results: list[SaveResult], tmp_path: Path) -> None:
     manager.save(3, state_of(1.0))
     manager.close(60.0)
     assert [s.step for s in results] == [3]
 
 
-def test_staging_uses_unnamed_file_if_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staging_uses_unnamed_file_if_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "available_memory", lambda: 1000)
     (tmp_path / "c").mkdir()
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))
