@@ -1,4 +1,4 @@
-"""Builder of run directories with telemetry, for tests of the summary, the report and the command."""
+"""Builder of run folders with telemetry, for tests of the summary, the report and the command."""
 
 from __future__ import annotations
 
