@@ -28,16 +28,16 @@ pytestmark = [
     ),
 ]
 
-# Colours that stand on a canvas, in 4 bits a channel; of an empty one there is one.
-COLOURS = """canvas => {
+# The number of colors on a canvas, with 4 bits per channel. An empty canvas has one.
+COUNT_COLORS = """canvas => {
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  const found = new Set();
+  const colors = new Set();
   for (let i = 0; i < data.length; i += 4) {
-    if (data[i + 3] > 127) found.add(((data[i] >> 4) << 8) | ((data[i + 1] >> 4) << 4) | (data[i + 2] >> 4));
+    if (data[i + 3] > 127) colors.add(((data[i] >> 4) << 8) | ((data[i + 1] >> 4) << 4) | (data[i + 2] >> 4));
   }
-  return found.size;
+  return colors.size;
 }"""
-HAS_COLOUR = """(canvas, rgb) => {
+HAS_COLOR = """(canvas, rgb) => {
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   for (let i = 0; i < data.length; i += 4) {
     if (data[i + 3] > 250 && rgb.every((c, k) => Math.abs(data[i + k] - c) < 6)) return true;
@@ -50,25 +50,25 @@ SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimatio
 
 
 @dataclass
-class Opened:
-    """A page with all that it asked for and complained of."""
+class OpenedPage:
+    """A page with its requests and its errors."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
     def ranges(self) -> list[tuple[float, float]]:
         self.page.evaluate(SETTLED)
         return [tuple(r) for r in self.page.evaluate(RANGES)]
 
     def one_range(self) -> tuple[float, float]:
-        """Of all charts, which must be the same."""
-        found = self.ranges()
-        assert len(found) > 10 and len(set(found)) == 1, found
-        return found[0]
+        """Return the range of all charts, which must be the same."""
+        ranges = self.ranges()
+        assert len(ranges) > 10 and len(set(ranges)) == 1, ranges
+        return ranges[0]
 
     def drag(self, figure: str, start: float, end: float) -> None:
-        """Over the plot of a figure, from one share of its width to another."""
+        """Drag over the plot of a figure between two positions, as shares of its width."""
         over = self.page.locator(f"{figure} .u-over")
         over.scroll_into_view_if_needed()
         box = over.bounding_box()
@@ -85,13 +85,13 @@ class Opened:
         return text
 
 
-Open = Callable[..., Opened]
+Open = Callable[..., OpenedPage]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        # A container has no user namespaces, which the sandbox needs; the page is our own.
+        # A container lacks the user namespaces that the sandbox needs; the page is trusted.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -108,15 +108,15 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_page(browser: Any) -> Iterator[Open]:
     contexts = []
 
-    def open_it(path: Path, width: int = 1400, scheme: str = "light", **more: Any) -> Opened:
+    def open_it(path: Path, width: int = 1400, scheme: str = "light", **options: Any) -> OpenedPage:
         size = {"width": width, "height": WIDTHS[width]}
-        contexts.append(browser.new_context(viewport=size, color_scheme=scheme, locale="de-DE", **more))
-        opened = Opened(contexts[-1].new_page())
+        contexts.append(browser.new_context(viewport=size, color_scheme=scheme, locale="de-DE", **options))
+        opened = OpenedPage(contexts[-1].new_page())
         opened.page.on("request", lambda r: opened.requests.append(r.url))
-        opened.page.on("console", lambda m: opened.complaints.append(m.text))
-        opened.page.on("pageerror", lambda e: opened.complaints.append(str(e)))
+        opened.page.on("console", lambda m: opened.errors.append(m.text))
+        opened.page.on("pageerror", lambda e: opened.errors.append(str(e)))
         opened.page.goto(path.as_uri())
-        if more.get("java_script_enabled", True):
+        if options.get("java_script_enabled", True):
             opened.page.wait_for_selector("html[data-ready]")
         return opened
 
@@ -136,12 +136,12 @@ def test_page_is_drawn_without_requests_or_errors(
     canvases = view.locator("figure canvas")
     assert canvases.count() >= 23
     for i in range(canvases.count()):
-        assert canvases.nth(i).evaluate(COLOURS) > 4, f"canvas {i} is blank"
-    assert view.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+        assert canvases.nth(i).evaluate(COUNT_COLORS) > 4, f"canvas {i} is blank"
+    assert view.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls horizontally"
     background = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
     view.screenshot(path=tmp_path / "page.png", full_page=True)
-    assert opened.requests == [day.as_uri()] and opened.complaints == []
+    assert opened.requests == [day.as_uri()] and opened.errors == []
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -153,9 +153,9 @@ def test_dragging_over_one_chart_zooms_all(open_page: Open, day: Path, width: in
     assert low == pytest.approx(pages.T0 + 0.25 * 86400, abs=900)
     assert high == pytest.approx(pages.T0 + 0.5 * 86400, abs=900)
     opened.drag("#heat", 0.5, 1.0)
-    again = opened.one_range()
-    assert again[0] == pytest.approx((low + high) / 2, abs=300) and again[1] == pytest.approx(high, abs=300)
-    assert opened.page.input_value("#shown") == "all", "a drag over the heat map is no click"
+    zoomed = opened.one_range()
+    assert zoomed[0] == pytest.approx((low + high) / 2, abs=300) and zoomed[1] == pytest.approx(high, abs=300)
+    assert opened.page.input_value("#shown") == "all", "a drag over the heat map is not a click"
     opened.page.locator("#timeline .u-over").dblclick()
     assert opened.one_range() == (pages.T0, pages.T0 + 86400)
 
@@ -191,11 +191,11 @@ def test_selector_shows_other_curves(open_page: Open, day: Path) -> None:
         opened.page.evaluate(SETTLED)
         assert key.count() == lines
         canvas = opened.page.locator("[data-curve='gpus.power_w'] canvas")
-        assert canvas.evaluate(COLOURS) > 4
+        assert canvas.evaluate(COUNT_COLORS) > 4
         pictures.add(canvas.evaluate("c => c.toDataURL()"))
     assert len(pictures) == 3 and key.first.text_content() == "gpu-node-01:5"
     assert opened.one_range() == before, "the zoom stays"
-    assert opened.complaints == []
+    assert opened.errors == []
 
 
 def test_cursor_shows_values_on_every_chart(open_page: Open, day: Path) -> None:
@@ -241,17 +241,17 @@ def test_timeline_has_phases(open_page: Open, day: Path) -> None:
         over.hover(position={"x": box["width"] * hour / 24, "y": box["height"] / 8 * 1.5})
         assert opened.readout("#timeline").endswith(expected)
     canvas = opened.page.locator("#timeline canvas")
-    assert canvas.evaluate(HAS_COLOUR, [0x00, 0x79, 0x5A]), "training is drawn"
+    assert canvas.evaluate(HAS_COLOR, [0x00, 0x79, 0x5A]), "training is drawn"
 
 
 def test_theme_can_be_changed(open_page: Open, day: Path) -> None:
     opened = open_page(day, scheme="dark")
 
     def lines() -> list[bool]:
-        """Whether the canvas has the first line's colour of the light theme, and that of the dark one."""
+        """Return whether the canvas has the first line's color in the light theme and in the dark one."""
         opened.page.evaluate(SETTLED)
         canvas = opened.page.locator("[data-curve='gpus.power_w'] canvas")
-        return [canvas.evaluate(HAS_COLOUR, rgb) for rgb in ([0x00, 0x72, 0xB2], [0x56, 0xB4, 0xE9])]
+        return [canvas.evaluate(HAS_COLOR, rgb) for rgb in ([0x00, 0x72, 0xB2], [0x56, 0xB4, 0xE9])]
 
     assert lines() == [False, True]
     opened.page.get_by_role("button", name="Light theme").click()
@@ -291,7 +291,7 @@ def test_markup_in_names_is_escaped(open_page: Open, tmp_path: Path) -> None:
     opened = open_page(tmp_path / "page.html")
     opened.page.select_option("#shown", "nodes")
     assert opened.page.locator("img").count() == 0 and opened.page.title() == f"{evil}: telemetry"
-    assert opened.complaints == [] and len(opened.requests) == 1
+    assert opened.errors == [] and len(opened.requests) == 1
 
 
 def test_printed_page_is_light_and_complete(open_page: Open, day: Path, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_only_selected_gpus_of_many_have_curves(open_page: Open, tmp_path: Path)
     heat = opened.page.locator("#heat .u-over")
     heat.hover(position={"x": 300, "y": heat.bounding_box()["height"] / 128 * 3.5})
     assert opened.readout("#heat").startswith("gpu-node-01:3, rank 3")
-    assert opened.complaints == []
+    assert opened.errors == []
 
 
 def test_run_without_gpus_shows_nodes(open_page: Open, tmp_path: Path) -> None:
@@ -329,12 +329,12 @@ def test_run_without_gpus_shows_nodes(open_page: Open, tmp_path: Path) -> None:
     html.write(msgspec.structs.replace(summary, gpus=[]), type(curves)(**bare), tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html")
     opened.page.evaluate(SETTLED)
-    assert opened.page.locator("[data-curve='hosts.cpu'] canvas").evaluate(COLOURS) > 4
+    assert opened.page.locator("[data-curve='hosts.cpu'] canvas").evaluate(COUNT_COLORS) > 4
     assert not opened.page.locator("#heat").is_visible()
     assert opened.page.locator("#shown option").all_text_contents()[1:] == ["Nodes", "gpu-node-01", "gpu-node-02"]
     opened.page.select_option("#shown", "node:1")
     assert opened.page.locator("#key li").all_text_contents() == ["gpu-node-02"]
-    assert opened.complaints == []
+    assert opened.errors == []
 
 
 def test_short_run_needs_one_sample(open_page: Open, tmp_path: Path) -> None:
@@ -342,4 +342,4 @@ def test_short_run_needs_one_sample(open_page: Open, tmp_path: Path) -> None:
     html.write(summary, curves, tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html")
     opened.page.get_by_role("button", name="Zoom in").click()
-    assert len(opened.ranges()) > 10 and opened.complaints == []
+    assert len(opened.ranges()) > 10 and opened.errors == []

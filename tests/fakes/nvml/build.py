@@ -1,4 +1,4 @@
-"""Builds the stand-in for libnvidia-ml and writes the file that drives it. What the file may say: nvml_stub.c."""
+"""Builds the stub of libnvidia-ml and writes the file that drives it (format: nvml_stub.c)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ SOURCE = Path(__file__).with_name("nvml_stub.c")
 
 
 def build(folder: Path) -> Path:
-    """Compile the stub into ``folder``, which belongs on LD_LIBRARY_PATH then.
+    """Compile the stub into ``folder``, for use on LD_LIBRARY_PATH.
 
     Raises:
-        RuntimeError: there is no C compiler, or it refused.
+        RuntimeError: there is no C compiler, or compilation failed.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise RuntimeError("the telemetry tests need a C compiler for their stand-in of libnvidia-ml: install gcc")
+        raise RuntimeError("the telemetry tests need a C compiler for their stub of libnvidia-ml: install gcc")
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / LIBRARY
     argv = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", library, SOURCE, "-lm"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{SOURCE.name} did not compile: {done.stderr}")
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{SOURCE.name} did not compile: {result.stderr}")
     return library
 
 
 class Stub:
-    """One built stub and its driving file."""
+    """A built stub and its driving file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,13 +39,13 @@ class Stub:
             build(folder)
 
     def drive(self, text: str) -> None:
-        """Replace the driving file; the next NVML call sees the new one."""
+        """Replace the driving file; the next NVML call reads the new one."""
         temporary = self.file.with_suffix(".new")
         temporary.write_text(text)
         temporary.replace(self.file)
 
-    def environ(self, **more: str) -> dict[str, str]:
-        """The environment of a child that is to load the stub, without the allocation of an enclosing job."""
+    def environ(self, **extra: str) -> dict[str, str]:
+        """Return the environment of a child that loads the stub, without the allocation of an enclosing job."""
         hide = ("SLURM_", "CUDA_", "NVML_STUB_")
         base = {k: v for k, v in os.environ.items() if not k.startswith(hide)}
-        return {**base, "LD_LIBRARY_PATH": str(self.folder), "NVML_STUB_FILE": str(self.file), **more}
+        return {**base, "LD_LIBRARY_PATH": str(self.folder), "NVML_STUB_FILE": str(self.file), **extra}

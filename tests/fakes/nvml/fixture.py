@@ -11,7 +11,7 @@ from tests.fakes.nvml.build import LIBRARY, Stub, build
 
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled stub. Fails, and does not skip, where there is no compiler."""
+    """The compiled stub. Without a compiler the test fails and is not skipped."""
     try:
         return build(tmp_path_factory.mktemp("nvml"))
     except RuntimeError as e:
@@ -20,7 +20,7 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nvml_stub(nvml_library: Path, tmp_path: Path) -> Stub:
-    """The compiled stub with a driving file of the test's own, empty at first."""
+    """The compiled stub with a driving file for the test, empty at first."""
     folder = tmp_path / "nvml"
     folder.mkdir()
     (folder / LIBRARY).symlink_to(nvml_library)

@@ -1,35 +1,35 @@
-/* A stand-in for libnvidia-ml.so.1, driven by a text file; tests load it through the real nvidia-ml-py.
+/* A stub of libnvidia-ml.so.1, driven by a text file; tests load it through the real nvidia-ml-py.
  *
  * NVML_STUB_FILE     the driving file, read again whenever it changes; %h in it stands for the host name
- * NVML_STUB_DEVICES  how many devices to make up where that file is missing (default 0); their UUIDs derive from the
- *                    host name and their figures vary with time
+ * NVML_STUB_DEVICES  how many devices to simulate if that file is missing (default 0); their UUIDs derive from the
+ *                    host name, and their values vary with time
  *
- * Lines of the file, '#' begins a comment:
+ * Lines of the file; '#' starts a comment:
  *   driver VERSION
  *   device I KEY VALUE     I: any number below 64; a device exists once a line names it
  *   fail I FUNCTION CODE [FROM [UNTIL]]
  *                          FUNCTION as NVML exports it, or field:N for one of nvmlDeviceGetFieldValues, or *;
- *                          I: a number, or * for every device and for the calls that concern none;
- *                          FROM, UNTIL: seconds, else always. `fail 2 * 15 60 90`: GPU 2 is lost for half a minute
+ *                          I: a number, or * for every device and for calls without a device;
+ *                          FROM, UNTIL: seconds; always if omitted. `fail 2 * 15 60 90`: GPU 2 is lost for 30 s
  *
- * A recorded load. T counts seconds from the first look at the file, in each process on its own, or from `start`:
- *   start EPOCH            T = 0 is this moment, seconds since 1970: all processes and nodes then see the same
- *   at I KEY T VALUE       the figure is VALUE from T on
- *   ramp I KEY T VALUE     it goes from its last value, in a straight line, and is VALUE at T
- *   event I T xid NUMBER   an XID error at T; `event I T sbe`, `event I T dbe`: an ECC error of one bit, of two.
- *                          Each event set gets it once, if it was there before
- *   loop S                 T begins again at 0 every S seconds; events happen in the first round only
+ * A load over time. T is in seconds since the process first read the file, or since `start`:
+ *   start EPOCH            T = 0 is at EPOCH, seconds since 1970, so that all processes and nodes see the same load
+ *   at I KEY T VALUE       the value is VALUE from T on
+ *   ramp I KEY T VALUE     it changes linearly from its last value to VALUE at T
+ *   event I T xid NUMBER   an XID error at T; `event I T sbe`, `event I T dbe`: a single-bit or double-bit ECC error.
+ *                          Each event set that existed before gets it once
+ *   loop S                 T restarts at 0 every S seconds; events happen only in the first round
  *
- * KEYs that are words: uuid name. Set once (device): minor, parent (the number of the GPU that it is a MIG slice of),
- * gpu_instance (the slice's), bus (of PCI, in hex), nvswitch (1), nvlink5 (1: the field numbers of that generation),
- * cluster, clique, gpm (1: also set by any *_activity), events (mask of types that it can tell; 11), narrow (1: PCIe
- * counters of 32 bits).
- * Figures, which at and ramp may move: memory_total memory_used memory_reserved (bytes), utilization memory_busy (%),
- * power (mW), temperature memory_temperature (°C), sm_clock memory_clock (MHz), reasons (mask of what holds the clock
- * down), sm_activity tensor_activity dram_activity (%), processes, ecc_corrected ecc_uncorrected, remapped
+ * Text KEYs: uuid name. Constants (device): minor, parent (for a MIG slice, the number of its GPU), gpu_instance (of
+ * the slice), bus (of PCI, in hex), nvswitch (1), nvlink5 (1: the field numbers of that generation), cluster, clique,
+ * gpm (1: also set by any *_activity), events (mask of supported types; 11), narrow (1: PCIe counters of 32 bits).
+ * Values, which at and ramp may change: memory_total memory_used memory_reserved (bytes), utilization memory_busy (%),
+ * power (mW), temperature memory_temperature (°C), sm_clock memory_clock (MHz), reasons (mask of throttle
+ * reasons), sm_activity tensor_activity dram_activity (%), processes, ecc_corrected ecc_uncorrected, remapped
  * remap_pending remap_failed, nvlinks nvlinks_active nvlink_errors, pcie_replays.
- * Counters: energy (mJ), pcie_tx pcie_rx nvlink_tx nvlink_rx (bytes). One that is not set is the integral of its rate:
- * power, pcie_tx_rate pcie_rx_rate nvlink_tx_rate nvlink_rx_rate (bytes/s). Such a counter survives a new file.
+ * Counters: energy (mJ), pcie_tx pcie_rx nvlink_tx nvlink_rx (bytes). If not set, a counter is the integral of its
+ * rate: power, pcie_tx_rate pcie_rx_rate nvlink_tx_rate nvlink_rx_rate (bytes/s), and continues after the file is
+ * replaced.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -41,7 +41,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST 64
+#define MAX_DEVICES 64
 #define SETS 16
 #define ANY -1
 
@@ -68,12 +68,12 @@ static const char *const names[KEYS] = {
     "nvlink_errors", "pcie_replays", "energy", "pcie_tx", "pcie_rx", "nvlink_tx", "nvlink_rx", "pcie_tx_rate",
     "pcie_rx_rate", "nvlink_tx_rate", "nvlink_rx_rate",
 };
-#define COUNTERS 5 /* from ENERGY on; each is the integral of its rate where it is not set */
+#define COUNTERS 5 /* from ENERGY on; each is the integral of its rate if it is not set */
 static const int rate_of[COUNTERS] = {POWER, PCIE_TX_RATE, PCIE_RX_RATE, NVLINK_TX_RATE, NVLINK_RX_RATE};
 #define UNSET NAN
 
 typedef struct { double t, value; int ramp; } Point;
-typedef struct { int count; Point *points; } Track; /* a figure over time; none: its base */
+typedef struct { int count; Point *points; } Track; /* a value over time; without points: its base */
 typedef struct {
     int exists, index, bus;
     char uuid[96], name[96];
@@ -82,16 +82,16 @@ typedef struct {
 } Device;
 typedef struct { int device, code; char function[64]; double from, until; } Failure;
 typedef struct { int device, type; double t; u64 data; } Event;
-typedef struct { int used; u64 mask[MOST]; double created; unsigned char told[1024]; } EventSet;
+typedef struct { int used; u64 mask[MAX_DEVICES]; double created; unsigned char reported[1024]; } EventSet;
 
-static Device devices[MOST];
+static Device devices[MAX_DEVICES];
 static Failure failures[256];
 static Event events[1024];
 static EventSet sets[SETS];
 static int failure_count, event_count, init_count, synthetic, live_samples;
 static double origin, period;
 static char driver[80];
-static struct stat seen;
+static struct stat last_stat;
 static char host[256];
 
 static double seconds(void) {
@@ -130,7 +130,7 @@ static double now_in_load(void) {
     return period > 0 ? fmod(t, period) : t;
 }
 
-/* Of made-up devices the activities follow their utilization, which is 75 + 20 sin(t/7 + i). */
+/* The activities of simulated devices follow their utilization, which is 75 + 20 sin(t/7 + i). */
 static double integral(int i, int key) {
     double t = seconds();
     if (synthetic) return 0.8 * (75 * t - 140 * cos(t / 7 + i));
@@ -139,10 +139,10 @@ static double integral(int i, int key) {
     return rounds * integral_once(i, key, period) + integral_once(i, key, t - rounds * period);
 }
 
-static double figure(int i, int key) { return value_at(i, key, now_in_load()); }
+static double value_now(int i, int key) { return value_at(i, key, now_in_load()); }
 
 static double counter(int i, int key) {
-    double set = figure(i, key);
+    double set = value_now(i, key);
     return isnan(set) ? devices[i].carried[key - ENERGY] + integral(i, rate_of[key - ENERGY]) : set;
 }
 
@@ -180,7 +180,7 @@ static int key_of(const char *key) {
 }
 
 static Device *device_of(int i) {
-    if (i < 0 || i >= MOST) return NULL;
+    if (i < 0 || i >= MAX_DEVICES) return NULL;
     if (!devices[i].exists) plain_device(i);
     return &devices[i];
 }
@@ -251,18 +251,18 @@ static void parse(FILE *f) {
     }
 }
 
-static void synthesise(int anew) {
+static void synthesize(int force) {
     static double last;
     double t = seconds();
-    if (!anew && fabs(t - last) < 0.01) return; /* the caller's cost is measured with these devices, not ours */
+    if (!force && fabs(t - last) < 0.01) return; /* keeps the stub's own cost out of measurements with these devices */
     last = t;
-    for (int i = 0; i < MOST; i++) {
+    for (int i = 0; i < MAX_DEVICES; i++) {
         if (!devices[i].exists) continue;
         double *b = devices[i].base;
         b[UTILIZATION] = floor(75 + 20 * sin(t / 7 + i));
         b[MEMORY_USED] = (40.0 + i) * (1 << 30);
         b[POWER] = 100000 + 5000 * b[UTILIZATION];
-        b[ENERGY] = t * 475000; /* the mean of that power since 1970 */
+        b[ENERGY] = t * 475000; /* the mean of that power, since 1970 */
         b[TEMPERATURE] = 40 + floor(b[UTILIZATION] / 4);
         b[MEMORY_TEMPERATURE] = b[TEMPERATURE] + 10;
         b[SM_CLOCK] = 1980;
@@ -275,32 +275,32 @@ static void synthesise(int anew) {
 
 static void number_devices(void) {
     int next = 0;
-    for (int i = 0; i < MOST; i++)
+    for (int i = 0; i < MAX_DEVICES; i++)
         if (devices[i].exists && !slice(i)) devices[i].index = next++;
 }
 
 static void forget(int keep_counters) {
-    double carried[MOST][COUNTERS] = {0};
-    for (int i = 0; i < MOST; i++) {
+    double carried[MAX_DEVICES][COUNTERS] = {0};
+    for (int i = 0; i < MAX_DEVICES; i++) {
         if (!devices[i].exists) continue;
         for (int k = 0; keep_counters && k < COUNTERS; k++) carried[i][k] = counter(i, ENERGY + k);
         for (int k = 0; k < KEYS; k++) free(devices[i].track[k].points);
     }
     memset(devices, 0, sizeof devices);
-    for (int i = 0; i < MOST; i++) memcpy(devices[i].carried, carried[i], sizeof carried[i]);
-    for (int s = 0; s < SETS; s++) memset(sets[s].told, 0, sizeof sets[s].told);
+    for (int i = 0; i < MAX_DEVICES; i++) memcpy(devices[i].carried, carried[i], sizeof carried[i]);
+    for (int s = 0; s < SETS; s++) memset(sets[s].reported, 0, sizeof sets[s].reported);
     failure_count = event_count = 0;
     period = 0;
     origin = seconds();
     strcpy(driver, "570.00.stub");
 }
 
-static void path_of(char *path, size_t most) {
+static void path_of(char *path, size_t size) {
     const char *name = getenv("NVML_STUB_FILE");
     if (!host[0]) gethostname(host, sizeof host - 1);
-    for (size_t n = 0; name && *name && n + sizeof host < most; name++) {
+    for (size_t n = 0; name && *name && n + sizeof host < size; name++) {
         if (name[0] == '%' && name[1] == 'h') {
-            n += (size_t)snprintf(path + n, most - n, "%s", host);
+            n += (size_t)snprintf(path + n, size - n, "%s", host);
             name++;
         } else {
             path[n++] = *name;
@@ -314,28 +314,28 @@ static void refresh(void) {
     path_of(path, sizeof path);
     struct stat now;
     if (!path[0] || stat(path, &now)) {
-        int anew = !synthetic;
-        if (anew) {
+        int is_first = !synthetic;
+        if (is_first) {
             const char *count = getenv("NVML_STUB_DEVICES");
             forget(0);
-            memset(&seen, 0, sizeof seen);
-            for (int i = 0; i < MOST && count && i < atoi(count); i++) plain_device(i);
+            memset(&last_stat, 0, sizeof last_stat);
+            for (int i = 0; i < MAX_DEVICES && count && i < atoi(count); i++) plain_device(i);
             number_devices();
         }
         synthetic = 1;
-        synthesise(anew);
+        synthesize(is_first);
         return;
     }
-    if (!synthetic && now.st_ino == seen.st_ino && now.st_size == seen.st_size &&
-        !memcmp(&now.st_mtim, &seen.st_mtim, sizeof now.st_mtim))
+    if (!synthetic && now.st_ino == last_stat.st_ino && now.st_size == last_stat.st_size &&
+        !memcmp(&now.st_mtim, &last_stat.st_mtim, sizeof now.st_mtim))
         return;
     FILE *f = fopen(path, "r");
-    if (!f) return; /* replaced between two calls: the next one sees it */
+    if (!f) return; /* being replaced: the next call reads it */
     forget(!synthetic);
     synthetic = 0;
     parse(f);
     number_devices();
-    seen = now;
+    last_stat = now;
     fclose(f);
 }
 
@@ -361,17 +361,17 @@ static int copy_text(char *out, unsigned size, const char *text) {
     return OK;
 }
 
-/* A handle is the device's number plus one, so that none is NULL. */
+/* A handle is the device's number plus one, so that no handle is NULL. */
 static int number_of(void *handle) { return (int)(intptr_t)handle - 1; }
 
-/* What a broken driver leaves blank is far above what the type holds. */
+/* Blank values of a broken driver are far above the range of the type. */
 static unsigned narrow(double value) { return value < 0 ? 0 : value > 4294967295.0 ? 4294967295u : (unsigned)value; }
 
 #define BEGIN(i)                                                             \
     int i = number_of(handle);                                               \
     int bad = begin(__func__, i);                                            \
     if (bad) return bad;                                                     \
-    if (i < 0 || i >= MOST || !devices[i].exists) return INVALID_ARGUMENT;
+    if (i < 0 || i >= MAX_DEVICES || !devices[i].exists) return INVALID_ARGUMENT;
 #define NOT_A_SLICE(i) if (slice(i)) return NOT_SUPPORTED;
 
 int nvmlInitWithFlags(unsigned flags) {
@@ -399,13 +399,13 @@ int nvmlSystemGetDriverVersion(char *out, unsigned size) {
 int nvmlDeviceGetCount_v2(unsigned *count) {
     int bad = begin(__func__, ANY);
     *count = 0;
-    for (int i = 0; i < MOST; i++) *count += devices[i].exists && !slice(i);
+    for (int i = 0; i < MAX_DEVICES; i++) *count += devices[i].exists && !slice(i);
     return bad;
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
     refresh();
-    for (int i = 0; i < MOST; i++)
+    for (int i = 0; i < MAX_DEVICES; i++)
         if (devices[i].exists && !slice(i) && devices[i].index == (int)index) {
             *handle = (void *)(intptr_t)(i + 1);
             return begin(__func__, i);
@@ -415,7 +415,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
     refresh();
-    for (int i = 0; i < MOST; i++)
+    for (int i = 0; i < MAX_DEVICES; i++)
         if (devices[i].exists && !strcmp(devices[i].uuid, uuid)) {
             *handle = (void *)(intptr_t)(i + 1);
             return begin(__func__, i);
@@ -434,8 +434,8 @@ int nvmlDeviceGetMinorNumber(void *handle, unsigned *out) {
 
 int nvmlDeviceGetMemoryInfo(void *handle, u64 out[3]) { /* total, free, used */
     BEGIN(i)
-    out[0] = (u64)figure(i, MEMORY_TOTAL);
-    out[2] = (u64)(figure(i, MEMORY_USED) + figure(i, MEMORY_RESERVED));
+    out[0] = (u64)value_now(i, MEMORY_TOTAL);
+    out[2] = (u64)(value_now(i, MEMORY_USED) + value_now(i, MEMORY_RESERVED));
     out[1] = out[0] - out[2];
     return OK;
 }
@@ -444,24 +444,24 @@ typedef struct { unsigned version; u64 total, reserved, free, used; } MemoryV2;
 int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *out) {
     BEGIN(i)
     if (out->version != (sizeof(MemoryV2) | 2u << 24)) return MISMATCH;
-    out->total = (u64)figure(i, MEMORY_TOTAL);
-    out->reserved = (u64)figure(i, MEMORY_RESERVED);
-    out->used = (u64)figure(i, MEMORY_USED);
+    out->total = (u64)value_now(i, MEMORY_TOTAL);
+    out->reserved = (u64)value_now(i, MEMORY_RESERVED);
+    out->used = (u64)value_now(i, MEMORY_USED);
     out->free = out->total - out->used - out->reserved;
     return OK;
 }
 
 int nvmlDeviceGetUtilizationRates(void *handle, unsigned out[2]) { /* gpu, memory */
     BEGIN(i) NOT_A_SLICE(i)
-    double memory = figure(i, MEMORY_BUSY);
-    out[0] = narrow(figure(i, UTILIZATION));
+    double memory = value_now(i, MEMORY_BUSY);
+    out[0] = narrow(value_now(i, UTILIZATION));
     out[1] = isnan(memory) ? out[0] / 2 : narrow(memory);
     return OK;
 }
 
 int nvmlDeviceGetPowerUsage(void *handle, unsigned *out) {
     BEGIN(i) NOT_A_SLICE(i)
-    *out = narrow(figure(i, POWER));
+    *out = narrow(value_now(i, POWER));
     return OK;
 }
 
@@ -480,7 +480,7 @@ int nvmlDeviceGetTotalEnergyConsumption(void *handle, u64 *out) {
 int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *out) {
     (void)sensor;
     BEGIN(i) NOT_A_SLICE(i)
-    *out = narrow(figure(i, TEMPERATURE));
+    *out = narrow(value_now(i, TEMPERATURE));
     return OK;
 }
 
@@ -488,34 +488,34 @@ typedef struct { unsigned version; int sensor, temperature; } TemperatureV1;
 int nvmlDeviceGetTemperatureV(void *handle, TemperatureV1 *out) {
     BEGIN(i) NOT_A_SLICE(i)
     if (out->version != (sizeof(TemperatureV1) | 1u << 24)) return MISMATCH;
-    out->temperature = (int)fmin(figure(i, TEMPERATURE), INT32_MAX);
+    out->temperature = (int)fmin(value_now(i, TEMPERATURE), INT32_MAX);
     return OK;
 }
 
 int nvmlDeviceGetClockInfo(void *handle, int kind, unsigned *out) {
     BEGIN(i) NOT_A_SLICE(i)
-    *out = narrow(figure(i, kind == 2 ? MEMORY_CLOCK : SM_CLOCK));
+    *out = narrow(value_now(i, kind == 2 ? MEMORY_CLOCK : SM_CLOCK));
     return OK;
 }
 
 int nvmlDeviceGetCurrentClocksEventReasons(void *handle, u64 *out) {
     BEGIN(i) NOT_A_SLICE(i)
-    *out = (u64)figure(i, REASONS);
+    *out = (u64)value_now(i, REASONS);
     return OK;
 }
 
 int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, u64 *out) {
     BEGIN(i) NOT_A_SLICE(i)
-    *out = (u64)figure(i, REASONS);
+    *out = (u64)value_now(i, REASONS);
     return OK;
 }
 
 typedef struct { unsigned pid; u64 memory; unsigned gpu_instance, compute_instance; } Process;
 static int processes(int i, unsigned *count, Process *out) {
-    unsigned there = narrow(figure(i, PROCESSES)), room = *count;
-    *count = there;
-    if (there > room) return SMALL;
-    for (unsigned n = 0; n < there; n++) out[n] = (Process){.pid = 1000 + n, .memory = 1 << 30};
+    unsigned total = narrow(value_now(i, PROCESSES)), capacity = *count;
+    *count = total;
+    if (total > capacity) return SMALL;
+    for (unsigned n = 0; n < total; n++) out[n] = (Process){.pid = 1000 + n, .memory = 1 << 30};
     return OK;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Process *out) {
@@ -530,7 +530,7 @@ int nvmlDeviceGetComputeRunningProcesses_v2(void *handle, unsigned *count, Proce
 int nvmlDeviceGetTotalEccErrors(void *handle, int uncorrected, int aggregate, u64 *out) {
     BEGIN(i) NOT_A_SLICE(i)
     if (aggregate) return NOT_SUPPORTED;
-    *out = (u64)figure(i, uncorrected ? ECC_UNCORRECTED : ECC_CORRECTED);
+    *out = (u64)value_now(i, uncorrected ? ECC_UNCORRECTED : ECC_CORRECTED);
     return OK;
 }
 
@@ -538,22 +538,22 @@ int nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *uncor
                               unsigned *failed) {
     BEGIN(i) NOT_A_SLICE(i)
     *corrected = 0;
-    *uncorrected = narrow(figure(i, REMAPPED));
-    *pending = figure(i, REMAP_PENDING) > 0;
-    *failed = figure(i, REMAP_FAILED) > 0;
+    *uncorrected = narrow(value_now(i, REMAPPED));
+    *pending = value_now(i, REMAP_PENDING) > 0;
+    *failed = value_now(i, REMAP_FAILED) > 0;
     return OK;
 }
 
 int nvmlDeviceGetPcieReplayCounter(void *handle, unsigned *out) {
     BEGIN(i) NOT_A_SLICE(i)
-    *out = narrow(figure(i, PCIE_REPLAYS));
+    *out = narrow(value_now(i, PCIE_REPLAYS));
     return OK;
 }
 
 typedef struct {
     uint32_t id, scope;
     int64_t timestamp, latency;
-    int type, result; /* type: 1 unsigned of 32 bits, 3 of 64 */
+    int type, result; /* type: 1: 32-bit unsigned, 3: 64-bit */
     union { double d; unsigned ui; u64 ull; } value;
 } FieldValue;
 
@@ -562,10 +562,10 @@ static int field_value(int i, FieldValue *out) {
     snprintf(name, sizeof name, "field:%u", out->id);
     int bad = failure(name, i);
     if (bad) return bad;
-    int linked = figure(i, NVLINKS) > 0 && out->scope == UINT32_MAX, fifth = devices[i].base[NVLINK5] > 0;
+    int linked = value_now(i, NVLINKS) > 0 && out->scope == UINT32_MAX, fifth = devices[i].base[NVLINK5] > 0;
     out->type = 3;
     switch (out->id) {
-    case 82: out->type = 1; out->value.ui = narrow(figure(i, MEMORY_TEMPERATURE)); return OK;
+    case 82: out->type = 1; out->value.ui = narrow(value_now(i, MEMORY_TEMPERATURE)); return OK;
     case 83: out->value.ull = (u64)counter(i, ENERGY); return OK;
     case 197: case 198:
         out->value.ull = (u64)counter(i, out->id == 197 ? PCIE_TX : PCIE_RX);
@@ -578,17 +578,17 @@ static int field_value(int i, FieldValue *out) {
         if (!linked || fifth) return NOT_SUPPORTED;
         out->value.ull = (u64)(counter(i, out->id == 138 ? NVLINK_TX : NVLINK_RX) / 1024);
         return OK;
-    case 202: case 204: /* bytes, from the fifth on */
+    case 202: case 204: /* bytes, from the fifth generation on */
         if (!linked || !fifth) return NOT_SUPPORTED;
         out->value.ull = (u64)counter(i, out->id == 202 ? NVLINK_TX : NVLINK_RX);
         return OK;
     case 161: case 162: case 163: /* replays, recoveries, CRC errors */
         if (!linked || fifth) return NOT_SUPPORTED;
-        out->value.ull = out->id == 161 ? (u64)figure(i, NVLINK_ERRORS) : 0;
+        out->value.ull = out->id == 161 ? (u64)value_now(i, NVLINK_ERRORS) : 0;
         return OK;
     case 211: case 215: /* link integrity errors, recoveries */
         if (!linked || !fifth) return NOT_SUPPORTED;
-        out->value.ull = out->id == 211 ? (u64)figure(i, NVLINK_ERRORS) : 0;
+        out->value.ull = out->id == 211 ? (u64)value_now(i, NVLINK_ERRORS) : 0;
         return OK;
     default: return NOT_SUPPORTED;
     }
@@ -623,7 +623,7 @@ int nvmlGpmSampleFree(Sample *sample) {
     live_samples--;
     return OK;
 }
-int nvml_stub_live_samples(void) { return live_samples; } /* for tests: NVML has no such call */
+int nvml_stub_live_samples(void) { return live_samples; } /* for tests; NVML has no such call */
 
 static int take(int i, Sample *out) {
     if (!(devices[i].base[GPM] > 0)) return NOT_SUPPORTED;
@@ -638,7 +638,7 @@ int nvmlGpmSampleGet(void *handle, Sample *out) {
 }
 int nvmlGpmMigSampleGet(void *handle, unsigned instance, Sample *out) {
     BEGIN(i) NOT_A_SLICE(i)
-    for (int n = 0; n < MOST; n++)
+    for (int n = 0; n < MAX_DEVICES; n++)
         if (devices[n].exists && devices[n].base[PARENT] == i && devices[n].base[GPU_INSTANCE] == instance)
             return take(n, out);
     return NOT_FOUND;
@@ -697,15 +697,15 @@ int nvmlEventSetWait_v2(EventSet *set, EventData *out, unsigned timeout_ms) {
     for (double until = seconds() + timeout_ms / 1e3;; usleep(1000)) {
         int bad = begin(__func__, ANY);
         if (bad) return bad;
-        for (int i = 0; i < MOST; i++)
+        for (int i = 0; i < MAX_DEVICES; i++)
             if (set->mask[i] && (bad = failure("nvmlEventSetWait_v2", i))) return bad;
         for (int n = 0; n < event_count; n++) {
             Event *e = &events[n];
             double at = origin + e->t;
-            if (set->told[n] || at > seconds() || at < set->created) continue;
+            if (set->reported[n] || at > seconds() || at < set->created) continue;
             int board = slice(e->device) ? (int)devices[e->device].base[PARENT] : e->device;
             if (!(set->mask[board] & (u64)e->type)) continue;
-            set->told[n] = 1;
+            set->reported[n] = 1;
             unsigned instance = slice(e->device) ? (unsigned)devices[e->device].base[GPU_INSTANCE] : UINT32_MAX;
             *out = (EventData){(void *)(intptr_t)(board + 1), (u64)e->type, e->data, instance, UINT32_MAX};
             return OK;
@@ -728,15 +728,15 @@ int nvmlDeviceGetPciInfo_v3(void *handle, PciInfo *out) {
 
 int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *active) {
     BEGIN(i)
-    if (figure(i, NVLINKS) <= 0) return NOT_SUPPORTED;
-    if ((int)link >= (int)figure(i, NVLINKS)) return INVALID_ARGUMENT;
-    *active = (int)link < (int)figure(i, NVLINKS_ACTIVE);
+    if (value_now(i, NVLINKS) <= 0) return NOT_SUPPORTED;
+    if ((int)link >= (int)value_now(i, NVLINKS)) return INVALID_ARGUMENT;
+    *active = (int)link < (int)value_now(i, NVLINKS_ACTIVE);
     return OK;
 }
 
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type) {
     BEGIN(i)
-    if ((int)link >= (int)figure(i, NVLINKS_ACTIVE)) return NOT_SUPPORTED;
+    if ((int)link >= (int)value_now(i, NVLINKS_ACTIVE)) return NOT_SUPPORTED;
     *type = devices[i].base[NVSWITCH] ? 2 : 0; /* SWITCH, GPU */
     return OK;
 }
@@ -756,7 +756,7 @@ int nvmlDeviceGetGpuFabricInfo(void *handle, FabricInfo *out) {
 }
 
 static int slice_of(int parent, unsigned number) {
-    for (int i = 0; i < MOST; i++)
+    for (int i = 0; i < MAX_DEVICES; i++)
         if (devices[i].exists && devices[i].base[PARENT] == parent && !number--) return i;
     return -1;
 }
@@ -782,8 +782,8 @@ int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *out) {
 
 int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned number, void **out) {
     BEGIN(i)
-    int found = slice_of(i, number);
-    if (found < 0) return NOT_FOUND;
-    *out = (void *)(intptr_t)(found + 1);
+    int device = slice_of(i, number);
+    if (device < 0) return NOT_FOUND;
+    *out = (void *)(intptr_t)(device + 1);
     return OK;
 }

@@ -1,1 +1,1 @@
-"""Stand-ins for Slurm's commands, for tests that must be quick. What Slurm really says is tested in tests/slurm."""
+"""Fakes of Slurm's commands for quick tests. The output of real Slurm is tested in tests/slurm."""

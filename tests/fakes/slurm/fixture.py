@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Writes down its arguments, environment and the script it was given, then says what the test wants it to say.
+# Records its arguments, environment and script, then prints the answer that the test has set.
 _COMMAND = """#!{python} -I
 import json, os, pathlib, sys
 folder = pathlib.Path({folder!r})
@@ -19,12 +19,12 @@ calls = folder / (name + ".calls")
 with calls.open("a") as f:
     f.write(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "script": script}}) + "\\n")
 answer = folder / (name + ".answer")
-say = json.loads(answer.read_text()) if answer.exists() and "--version" not in sys.argv else {{}}
-for other, text in say.get("then", {{}}).items():
+reply = json.loads(answer.read_text()) if answer.exists() and "--version" not in sys.argv else {{}}
+for other, text in reply.get("then", {{}}).items():
     (folder / (other + ".answer")).write_text(json.dumps({{"stdout": text}}))
-sys.stderr.write(say.get("stderr", ""))
-sys.stdout.write(say.get("stdout", "4711\\n" if name == "sbatch" else ""))
-sys.exit(say.get("rc", 0))
+sys.stderr.write(reply.get("stderr", ""))
+sys.stdout.write(reply.get("stdout", "4711\\n" if name == "sbatch" else ""))
+sys.exit(reply.get("rc", 0))
 """
 
 
@@ -42,12 +42,12 @@ class FakeSlurm:
     def answers(
         self, command: str, *, stdout: str = "", stderr: str = "", rc: int = 0, then: dict[str, str] | None = None
     ) -> None:
-        """``then``: what other commands print from the moment that this one has been called."""
-        said = {"stdout": stdout, "stderr": stderr, "rc": rc, "then": then or {}}
-        (self.folder / f"{command}.answer").write_text(json.dumps(said))
+        """Set the answer of ``command``; ``then`` sets the output of other commands after its next call."""
+        answer = {"stdout": stdout, "stderr": stderr, "rc": rc, "then": then or {}}
+        (self.folder / f"{command}.answer").write_text(json.dumps(answer))
 
     def calls(self, command: str) -> list[Call]:
-        """The calls of ``command``, without questions for its version."""
+        """Return the calls of ``command``, without those that ask for its version."""
         path = self.folder / f"{command}.calls"
         lines = path.read_text().splitlines() if path.exists() else []
         return [c for c in (Call(**json.loads(line)) for line in lines) if "--version" not in c.argv]
@@ -55,7 +55,7 @@ class FakeSlurm:
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """sbatch, squeue, scontrol, scancel and sacct, first on PATH, and a CLUSTERTRAIN_HOME of the test's own."""
+    """Fakes of sbatch, squeue, scontrol, scancel and sacct, first on PATH, and a CLUSTERTRAIN_HOME for the test."""
     folder = tmp_path / "fake-slurm"
     folder.mkdir()
     for name in ("sbatch", "squeue", "scontrol", "scancel", "sacct"):

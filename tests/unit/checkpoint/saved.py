@@ -1,4 +1,4 @@
-"""Checkpoints for tests of what reads them: one process, saved by the real manager."""
+"""Checkpoints for tests of their readers, saved by one process with the real manager."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def save(
 
 
 def change_index(folder: Path, **fields: Any) -> None:
-    """As if it had been saved with other ``fields`` of the index."""
+    """Replace ``fields`` of the manifest."""
     index.write_manifest(folder, msgspec.structs.replace(index.read_manifest(folder), **fields))
 
 
@@ -55,7 +55,7 @@ def recipe_of(**model: Any) -> Recipe:
 
 
 def decoder(recipe: Recipe, seed: int = 0) -> Decoder:
-    """No two of its numbers are alike: a norm or a head in another's place would be seen."""
+    """Return a decoder without equal values, so that a swapped norm or head is noticed."""
     torch.manual_seed(seed)
     model = Decoder(recipe.model)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def decoder(recipe: Recipe, seed: int = 0) -> Decoder:
 
 
 def make_run(folder: Path, model: nn.Module, steps: tuple[int, ...], **sizes: Any) -> Path:
-    """A run's folder with checkpoints of ``model`` and an optimizer that has made one step before each."""
+    """Return a run folder with checkpoints of ``model`` and of an optimizer that took one step before each."""
     folder.mkdir(parents=True)
     (folder / "spec.toml").touch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""One process: what goes into a checkpoint comes back, and damage is never restored."""
+"""The checkpoint manager in one process: saves round-trip, and damage is never restored."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Net(nn.Module):
         super().__init__()
         self.a = nn.Linear(4, 3)
         self.norm = nn.BatchNorm1d(3)
-        self.seen = 0
+        self.samples_seen = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += len(x)
+        self.samples_seen += len(x)
         out: torch.Tensor = self.norm(self.a(x))
         return out
 
     def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
+        return {"samples_seen": self.samples_seen}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
+        self.samples_seen = state["samples_seen"]
 
 
 def make_state(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def flip(path: Path, at: int = 10) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_everything_comes_back(manager: CheckpointManager, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_save_and_restore_round_trip(manager: CheckpointManager, dtype: torch.dtype) -> None:
     old = make_state(1, dtype)
     train(old)
     saved = manager.save(3, old, {"random": torch.get_rng_state()})
@@ -96,7 +96,7 @@ def test_everything_comes_back(manager: CheckpointManager, dtype: torch.dtype) -
     assert restored is not None
     assert (restored.step, restored.skipped, saved.bytes > 0) == (3, [], True)
     assert all(torch.equal(a, b) for a, b in zip(tensors(old), tensors(new), strict=True))
-    assert new["model"].seen == old["model"].seen == 24
+    assert new["model"].samples_seen == old["model"].samples_seen == 24
     assert new["note"] == {"epoch": 1}
     assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
     assert torch.equal(restored.rank_state["random"], torch.get_rng_state()) is False
@@ -122,13 +122,22 @@ def test_nothing_to_restore(manager: CheckpointManager) -> None:
         lambda f: (f / "manifest.json").unlink(),
         lambda f: (f / "COMMITTED").write_bytes(b""),
     ],
+    ids=[
+        "flipped byte",
+        "flipped last byte",
+        "truncated",
+        "missing data",
+        "flipped manifest",
+        "missing manifest",
+        "empty marker",
+    ],
 )
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointManager, root: Path, damage: Any) -> None:
+def test_damaged_checkpoint_falls_back_to_previous(manager: CheckpointManager, root: Path, damage: Any) -> None:
     old = make_state(1)
     train(old)
     manager.save(3, old)
     train(old)
-    kept = [t.clone() for t in tensors(make_state(1))]
+    untrained = [t.clone() for t in tensors(make_state(1))]
     manager.save(6, old)
     damage(index.step_folder(root, 6))
     with pytest.raises(DamagedCheckpoint):
@@ -139,8 +148,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     assert restored.step == 3
     assert [s["step"] for s in restored.skipped] == [6]
     assert str(index.step_folder(root, 6)) in restored.skipped[0]["reason"]
-    assert len(tensors(new)) > len(kept)
-    # Set aside, so that neither a later restart nor retention takes it for the newest.
+    assert len(tensors(new)) > len(untrained)
+    # Set aside, so that neither a later restart nor retention considers it the newest.
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]
     again = manager.restore(make_state(2))
     assert again is not None
@@ -150,7 +159,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     inspect.verify(index.step_folder(root, 6))
 
 
-def test_when_none_verifies_the_run_ends_and_nothing_is_moved(manager: CheckpointManager, root: Path) -> None:
+def test_restore_fails_if_no_checkpoint_is_valid(manager: CheckpointManager, root: Path) -> None:
     manager.save(3, make_state())
     flip(index.step_folder(root, 3) / "rank-0.bin")
     with pytest.raises(CheckpointError, match=r"no checkpoint is valid(.|\n)*rank-0\.bin"):
@@ -158,7 +167,7 @@ def test_when_none_verifies_the_run_ends_and_nothing_is_moved(manager: Checkpoin
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]
 
 
-def test_an_uncommitted_folder_is_never_restored(manager: CheckpointManager, root: Path) -> None:
+def test_uncommitted_folder_is_not_restored(manager: CheckpointManager, root: Path) -> None:
     manager.save(3, make_state())
     manager.save(6, make_state())
     (index.step_folder(root, 6) / "COMMITTED").unlink()
@@ -169,16 +178,16 @@ def test_an_uncommitted_folder_is_never_restored(manager: CheckpointManager, roo
     inspect.verify(index.step_folder(root, 6))
 
 
-def test_a_changed_model_is_an_error_and_not_damage(manager: CheckpointManager) -> None:
+def test_changed_model_is_an_error_not_damage(manager: CheckpointManager) -> None:
     manager.save(3, make_state())
     other = make_state()
     other["model"].a = nn.Linear(5, 3)
     other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
     with pytest.raises(CheckpointError, match=r"model/a\.weight has shape \(3, 4\), but \(3, 5\) in this run"):
         manager.restore(other)
-    more = {**make_state(), "ema": torch.zeros(1)}
+    with_ema = {**make_state(), "ema": torch.zeros(1)}
     with pytest.raises(CheckpointError, match="contains no state ema"):
-        manager.restore(more)
+        manager.restore(with_ema)
     fewer = make_state()
     fewer["model"].norm = nn.Identity()
     fewer["optimizer"] = torch.optim.AdamW(fewer["model"].parameters())
@@ -186,14 +195,14 @@ def test_a_changed_model_is_an_error_and_not_damage(manager: CheckpointManager) 
         manager.restore(fewer)
 
 
-def test_an_optimizer_over_something_else_is_named(manager: CheckpointManager) -> None:
+def test_optimizer_over_foreign_parameters_is_refused(manager: CheckpointManager) -> None:
     state = make_state()
     state["optimizer"] = torch.optim.SGD(Net().parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="of no module in the state"):
         manager.save(1, state)
 
 
-def test_a_newer_format_is_refused(manager: CheckpointManager, root: Path) -> None:
+def test_newer_format_is_refused(manager: CheckpointManager, root: Path) -> None:
     manager.save(3, make_state())
     marker = index.step_folder(root, 3) / "COMMITTED"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
@@ -201,7 +210,7 @@ def test_a_newer_format_is_refused(manager: CheckpointManager, root: Path) -> No
         manager.restore(make_state())
 
 
-def test_retention_keeps_the_newest_and_the_newest_whole_one(manager: CheckpointManager, root: Path) -> None:
+def test_retention_keeps_newest_and_newest_valid(manager: CheckpointManager, root: Path) -> None:
     for step in range(1, 6):
         manager.save(step, make_state())
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3, 4, 5]
@@ -211,14 +220,14 @@ def test_retention_keeps_the_newest_and_the_newest_whole_one(manager: Checkpoint
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3, 5]
 
 
-def test_prune_counts_a_flipped_byte(manager: CheckpointManager, root: Path) -> None:
+def test_prune_detects_a_flipped_byte(manager: CheckpointManager, root: Path) -> None:
     for step in (1, 2):
         manager.save(step, make_state())
     flip(index.step_folder(root, 2) / "rank-0.bin")
     assert inspect.prune(root, 1) == []
 
 
-def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
+def test_full_disk_keeps_older_checkpoint_and_cleans_up(
     manager: CheckpointManager, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.save(3, make_state())
@@ -236,12 +245,12 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
 
 
 def failing(original: Any, number: int, times: int) -> Any:
-    """``original`` after it has failed ``times`` times."""
-    left = [times]
+    """Return ``original``, which first fails ``times`` times with errno ``number``."""
+    remaining = [times]
 
     def call(*args: Any, **kw: Any) -> Any:
-        left[0] -= 1
-        if left[0] >= 0:
+        remaining[0] -= 1
+        if remaining[0] >= 0:
             raise OSError(number, os.strerror(number))
         return original(*args, **kw)
 
@@ -252,7 +261,7 @@ def failing(original: Any, number: int, times: int) -> Any:
     ("target", "name"), [(os, "preadv"), (Path, "iterdir"), (Path, "read_bytes"), (Path, "stat")], ids=str
 )
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_file_system_that_does_not_answer_is_no_damage(
+def test_file_system_error_is_not_damage(
     manager: CheckpointManager, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any, name: str, number: int
 ) -> None:
     manager.save(3, make_state())
@@ -274,7 +283,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 
 
 @pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EIO, False), (errno.ESTALE, False)])
-def test_a_failed_save_tells_whether_it_would_fail_again(
+def test_failed_save_reports_whether_retry_would_fail(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
 ) -> None:
     monkeypatch.setattr(direct_io.DirectWriter, "write", failing(direct_io.DirectWriter.write, number, 1))
@@ -283,7 +292,7 @@ def test_a_failed_save_tells_whether_it_would_fail_again(
     assert e.value.full is full
 
 
-def test_an_unreadable_checkpoint_is_listed_as_such_and_no_ground_to_prune(
+def test_unreadable_checkpoint_is_listed_and_blocks_prune(
     manager: CheckpointManager, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (3, 6):
@@ -302,17 +311,17 @@ class Killed(BaseException):
     pass
 
 
-def _die_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
-    """From the n-th change to the disk on nothing more happens, as after a kill. Returns the changes so far."""
-    done: list[str] = []
+def kill_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
+    """Raise ``Killed`` from the ``n``-th change to the disk on; return the list of changes made so far."""
+    changes: list[str] = []
 
     def guard(target: Any, name: str) -> None:
         original = getattr(target, name)
 
         def call(*args: Any, **kw: Any) -> Any:
-            if len(done) >= n:
+            if len(changes) >= n:
                 raise Killed
-            done.append(name)
+            changes.append(name)
             return original(*args, **kw)
 
         monkeypatch.setattr(target, name, call)
@@ -325,11 +334,11 @@ def _die_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
     guard(os, "replace")
     guard(os, "unlink")
     guard(shutil, "rmtree")
-    return done
+    return changes
 
 
 @pytest.mark.parametrize("same_step", [pytest.param(False, marks=pytest.mark.long), True])
-def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
+def test_kill_at_any_disk_change_leaves_a_valid_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool
 ) -> None:
     step, n = (3 if same_step else 6), 0
@@ -341,7 +350,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
         first.save(3, make_state(1))
         old = inspect.digest(inspect.find_checkpoint(root))
         with monkeypatch.context() as patch:
-            done = _die_at(patch, n)
+            changes = kill_at(patch, n)
             try:
                 first.save(step, make_state(2))
                 finished = True
@@ -352,14 +361,14 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
             root, Ranks(), CheckpointConfig(attempt="2", layout={}, policy=RetentionPolicy(keep=1), async_save=False)
         )
         restored = second.restore(new_state)
-        assert restored is not None, f"after {done}"
+        assert restored is not None, f"after {changes}"
         assert restored.skipped == []
         digest = inspect.digest(restored.path)
         assert restored.step in (3, step)
         if finished:
             assert digest != old
             break
-        assert not [p for p in root.iterdir() if p.name.startswith(".")], f"after {done}"
+        assert not [p for p in root.iterdir() if p.name.startswith(".")], f"after {changes}"
         n += 1
     assert n > 10
 
@@ -393,13 +402,13 @@ def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> 
         inspect.digest(index.step_folder(root, 3))
 
 
-def test_the_digest_is_of_tensors_and_not_of_what_else_is_saved(manager: CheckpointManager, root: Path) -> None:
+def test_digest_covers_only_tensors(manager: CheckpointManager, root: Path) -> None:
     manager.save(1, make_state(), {"random": 1})
     manager.save(2, {**make_state(), "note": "another"}, {"random": 2})
     assert inspect.digest(inspect.find_checkpoint(root, 1)) == inspect.digest(inspect.find_checkpoint(root, 2))
 
 
-def test_the_group_may_read_a_checkpoint_where_it_gets_to_the_run(manager: CheckpointManager, root: Path) -> None:
+def test_checkpoint_is_group_readable_if_the_run_is(manager: CheckpointManager, root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     root.chmod(0o750)
     before = os.umask(0o022)
@@ -415,7 +424,7 @@ def test_the_group_may_read_a_checkpoint_where_it_gets_to_the_run(manager: Check
     assert [stat.S_IMODE(p.stat().st_mode) for p in (root, folder)] == [0o750, 0o750]
 
 
-def test_loading_torch_is_not_needed_to_look_at_checkpoints() -> None:
+def test_checkpoint_command_does_not_import_torch() -> None:
     code = "import sys, clustertrain.cli.checkpoint; sys.exit('torch' in sys.modules)"
     from clustertrain import proc
 

@@ -1,5 +1,5 @@
-"""Kills and failures of the file system at every point of a save's way, and folders that may not be used: the older
-checkpoint stays in force, and what is wrong is said."""
+"""Kills and file system errors at every point of a save, and folders without permission: the older checkpoint stays
+valid, and the error is reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from clustertrain.checkpoint.save.writer_jobs import WriteJob
 from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.long
-# The second save replaces the first one at this point alone: it is the one at which there is something to replace.
+# Fault point -> step of the second save. Only ``during_publish`` needs an existing checkpoint of the same step.
 POINTS = {
     "before_write": 6,
     "during_write": 6,
@@ -45,8 +45,8 @@ POINTS = {
     "during_publish": 3,
     "during_prune": 6,
 }
-# Another process finds done what was to be done up to here, and does not come to the same point again.
-READY = ("after_part_done_marker", "after_commit_marker", "during_prune")
+# A second writer finds the work up to this point done and does not reach the point again.
+NOT_REPEATED = ("after_part_done_marker", "after_commit_marker", "during_prune")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def restored_value(root: Path) -> tuple[int, float]:
-    """By another attempt: the step, and the value that was saved there."""
+    """Restore in another attempt; return the step and the value that was saved there."""
     state = state_of(-1.0)
     restored = manager_of(root, "later").restore(state)
     assert restored is not None and restored.skipped == []
@@ -80,9 +80,9 @@ def names(root: Path) -> list[str]:
 
 
 @contextmanager
-def fault_at(point: str, what: str) -> Iterator[None]:
-    """For the processes that are started meanwhile."""
-    os.environ[settings.FAULT_AT] = f"{point}:0:1:{what}"
+def fault_at(point: str, action: str) -> Iterator[None]:
+    """Set the fault for processes that start within the context."""
+    os.environ[settings.FAULT_AT] = f"{point}:0:1:{action}"
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def fault_at(point: str, what: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> None:
+def test_writer_killed_once_loses_nothing(root: Path, point: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", async_save=True)
     with fault_at(point, "KILL"):
@@ -98,13 +98,13 @@ def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> N
     saved = manager.save(POINTS[point], state_of(2.0), wait=True)
     manager.close()
     assert saved is not None and saved.bytes == index.read_manifest(saved.path).bytes
-    # What was to be deleted goes with the next one.
+    # The next save deletes what this one did not.
     assert names(root) == ["step-00000003"] * (point == "during_prune") + [saved.path.name]
     assert restored_value(root) == (POINTS[point], 2.0)
 
 
-@pytest.mark.parametrize("point", [p for p in POINTS if p not in READY])
-def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, point: str) -> None:
+@pytest.mark.parametrize("point", [p for p in POINTS if p not in NOT_REPEATED])
+def test_writer_killed_twice_keeps_older_checkpoint(root: Path, point: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", async_save=True)
     with (
@@ -119,17 +119,17 @@ def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, p
     assert restored_value(root) == (9, 3.0)
 
 
-@pytest.mark.parametrize("what", ["ENOSPC", "EIO"])
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 @pytest.mark.parametrize("point", [p for p in POINTS if p not in ("after_part_done_marker", "during_prune")])
-def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point: str, what: str) -> None:
+def test_failed_save_keeps_only_the_older_checkpoint(root: Path, point: str, error: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", async_save=True)
-    said = os.strerror(getattr(errno, what))
-    with fault_at(point, what):
+    reason = os.strerror(getattr(errno, error))
+    with fault_at(point, error):
         manager.start()
-    with pytest.raises(StorageError, match=rf"step {POINTS[point]} was not saved: .*{said}") as e:
+    with pytest.raises(StorageError, match=rf"step {POINTS[point]} was not saved: .*{reason}") as e:
         manager.save(POINTS[point], state_of(2.0), wait=True)
-    assert e.value.full is (what == "ENOSPC")
+    assert e.value.full is (error == "ENOSPC")
     assert names(root) == ["step-00000003"]
     inspect.verify(index.step_folder(root, 3))
     manager.save(9, state_of(3.0), wait=True)
@@ -138,7 +138,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
     assert restored_value(root) == (9, 3.0)
 
 
-def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -> None:
+def test_failed_deletion_does_not_end_the_run(root: Path) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", async_save=True)
     with fault_at("during_prune", "EIO"):
@@ -149,13 +149,13 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -
     assert restored_value(root) == (6, 2.0)
 
 
-def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(root: Path, tmp_path: Path) -> None:
-    """By another writer, after the first was killed: rank 0 may be reading it, and its folder may have its name."""
+def test_finished_part_is_not_copied_again(root: Path, tmp_path: Path) -> None:
+    """A second writer, after the first was killed: rank 0 may be reading the part, and its folder may be renamed."""
     folder = index.staging_folder(root, 3, "1")
     folder.mkdir(parents=True)
     staging = StagingBuffer(tmp_path, torch.device("cpu"))
     segments = staging.stage([to_local_shard("a", "other", torch.ones(100))])
-    near = str(tmp_path / "near" / "step-00000003-1")
+    local = str(tmp_path / "local" / "step-00000003-1")
     job = WriteJob(
         step=3,
         folder=str(folder),
@@ -164,7 +164,7 @@ def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(roo
         buffer_index=0,
         segments=segments,
         rank_values=None,
-        local_folder=near,
+        local_folder=local,
     )
     assert node_local.write_local_part(job, staging.memory())
     staging.close()
@@ -176,22 +176,20 @@ def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(roo
     assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
 
 
-def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die_half_way(point: str, rank: int) -> None:
+def test_partial_file_of_killed_writer_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_partial_file(point: str, rank: int) -> None:
         if point == "after_write":
             (folder,) = root.iterdir()
             (folder / "..rank-0.done.4711-00c0ffee").write_text("{")
 
-    monkeypatch.setattr(fault_points, "fault_point", die_half_way)
+    monkeypatch.setattr(fault_points, "fault_point", leave_partial_file)
     saved = manager_of(root, "1").save(3, state_of(1.0))
     assert saved is not None
     assert sorted(p.name for p in saved.path.iterdir()) == ["COMMITTED", "manifest.json", "rank-0.bin"]
     assert list(index.read_manifest(saved.path).files) == ["rank-0.bin"]
 
 
-def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
+def test_newer_format_is_not_skipped(root: Path) -> None:
     manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     for step in (3, 6):
         manager.save(step, state_of(1.0))
@@ -202,8 +200,8 @@ def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000006"]
 
 
-def test_a_checkpoint_under_another_steps_name_is_damaged(root: Path) -> None:
-    """Restored as step 6, the run would do the data of steps 4 to 6 never."""
+def test_checkpoint_under_another_step_is_damaged(root: Path) -> None:
+    """If it were restored as step 6, the run would never train on the data of steps 4 to 6."""
     manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     manager.save(3, state_of(1.0))
     shutil.copytree(index.step_folder(root, 3), index.step_folder(root, 6))
@@ -212,12 +210,12 @@ def test_a_checkpoint_under_another_steps_name_is_damaged(root: Path) -> None:
     assert "contains the checkpoint of step 3" in restored.skipped[0]["reason"]
 
 
-# -- folders that may not be used
+# -- folders without permission
 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder of checkpoints of steps 3 and 6 that everybody can get to, unlike pytest's own."""
+    """A world-readable folder with checkpoints of steps 3 and 6, unlike the folders of pytest."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     manager = CheckpointManager(
@@ -234,7 +232,7 @@ def shared() -> Iterator[Path]:
 @contextmanager
 def as_nobody() -> Iterator[None]:
     if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can become another user")
     os.seteuid(65534)
     try:
         yield
@@ -242,7 +240,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def restored_by(root: Path) -> RestoreResult | None:
+def restore_as_attempt_2(root: Path) -> RestoreResult | None:
     return manager_of(root, "2").restore(state_of(0.0))
 
 
@@ -250,20 +248,20 @@ def restored_by(root: Path) -> RestoreResult | None:
     "denied",
     [".", "step-00000006", "step-00000006/COMMITTED", "step-00000006/manifest.json", "step-00000006/rank-0.bin"],
 )
-def test_what_may_not_be_read_is_no_damage_and_no_new_beginning(shared: Path, denied: str) -> None:
+def test_permission_error_is_neither_damage_nor_fresh_start(shared: Path, denied: str) -> None:
     (shared / denied).chmod(0)
     with as_nobody(), pytest.raises(StorageError, match="Permission denied") as e:
-        restored_by(shared)
+        restore_as_attempt_2(shared)
     assert denied.rpartition("/")[2] in str(e.value) or str(shared) in str(e.value)
     assert names(shared) == ["step-00000003", "step-00000006"]
     (shared / denied).chmod(0o755)
-    restored = restored_by(shared)
+    restored = restore_as_attempt_2(shared)
     assert restored is not None and (restored.step, restored.skipped) == (6, [])
 
 
-def test_a_folder_that_may_not_be_written_is_told_at_the_first_save(shared: Path) -> None:
+def test_unwritable_folder_fails_at_first_save(shared: Path) -> None:
     with as_nobody():
-        restored = restored_by(shared)
+        restored = restore_as_attempt_2(shared)
         assert restored is not None and restored.step == 6
         with pytest.raises(
             StorageError,
@@ -274,18 +272,18 @@ def test_a_folder_that_may_not_be_written_is_told_at_the_first_save(shared: Path
     assert names(shared) == ["step-00000003", "step-00000006"]
 
 
-def test_damage_in_a_folder_that_may_not_be_written_is_passed_over(shared: Path) -> None:
+def test_damage_in_unwritable_folder_is_an_error(shared: Path) -> None:
     os.truncate(shared / "step-00000006" / "rank-0.bin", 8)
     with as_nobody(), pytest.raises(StorageError, match="damaged checkpoints cannot be set aside"):
-        restored_by(shared)
+        restore_as_attempt_2(shared)
 
 
-def test_a_file_system_that_has_become_read_only_is_told_at_the_first_save(shared: Path) -> None:
+def test_read_only_file_system_fails_at_first_save(shared: Path) -> None:
     bind = [["mount", "--bind", str(shared), str(shared)], ["mount", "-o", "remount,ro,bind", str(shared)]]
     if os.geteuid() != 0 or any(subprocess.run(b, capture_output=True, check=False).returncode for b in bind):
         pytest.skip("only root can mount")
     try:
-        restored = restored_by(shared)
+        restored = restore_as_attempt_2(shared)
         assert restored is not None and restored.step == 6
         with pytest.raises(StorageError, match=os.strerror(errno.EROFS)) as e:
             manager_of(shared, "2").save(9, state_of(9.0))

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from clustertrain.cli.cluster import cluster
 from clustertrain.config import cluster as profiles
 from clustertrain.errors import CommandFailed, ConfigError, UsageError
-from tests.fakes.slurm import said as slurm
 from tests.fakes.slurm.fixture import FakeSlurm
+from tests.fakes.slurm.recorded import read_answer
 
 pytestmark = pytest.mark.long
 
@@ -35,7 +35,7 @@ def folder(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     # The fake has one answer per command. Each reader takes its part of it.
     names = ("config-22.05.8", "partition-22.05.8", "node-22.05.8")
-    fake_slurm.answers("scontrol", stdout="".join(map(slurm.said, names)))
+    fake_slurm.answers("scontrol", stdout="".join(map(read_answer, names)))
     folder = Path(os.environ["XDG_CONFIG_HOME"]) / "clustertrain" / "clusters"
     folder.mkdir(parents=True)
     return folder

@@ -11,15 +11,15 @@ from clustertrain.cluster import slurm_site, slurm_site_profile
 from clustertrain.cluster.slurm_site import Gres, Site
 from clustertrain.cluster.slurm_site_profile import DetectedProfile
 from clustertrain.errors import UsageError
-from tests.fakes.slurm.said import said
+from tests.fakes.slurm.recorded import read_answer
 
 
 @pytest.fixture
 def testbed() -> Site:
     return Site(
-        config=slurm_site.parse_config(said("config-22.05.8")),
-        partitions=slurm_site.parse_partitions(said("partition-22.05.8")),
-        nodes=slurm_site.parse_nodes(said("node-22.05.8")),
+        config=slurm_site.parse_config(read_answer("config-22.05.8")),
+        partitions=slurm_site.parse_partitions(read_answer("partition-22.05.8")),
+        nodes=slurm_site.parse_nodes(read_answer("node-22.05.8")),
     )
 
 
@@ -70,9 +70,9 @@ def test_partition_without_preemption_has_no_grace_time(testbed: Site) -> None:
 
 
 def test_nodes_23_11_without_types_and_of_different_sizes() -> None:
-    nodes = slurm_site.parse_nodes(said("node-23.11.0"))
+    nodes = slurm_site.parse_nodes(read_answer("node-23.11.0"))
     assert [n.gpus for n in nodes] == [(Gres("gpu", "", 2),), (Gres("gpu", "", 5),)]
-    partition = replace(slurm_site.parse_partitions(said("partition-24.11.3"))[0], name="debug")
+    partition = replace(slurm_site.parse_partitions(read_answer("partition-24.11.3"))[0], name="debug")
     detected = slurm_site_profile.detect_profile(Site({"GresTypes": "gpu"}, (partition,), nodes))
     assert "gpu_type" not in detected.keys
     assert values(detected)["gpus_per_node"] == 5
@@ -81,9 +81,11 @@ def test_nodes_23_11_without_types_and_of_different_sizes() -> None:
 
 
 def test_site_24_11_with_autodetected_type_and_reserved_cores() -> None:
-    nodes = slurm_site.parse_nodes(said("node-24.11.3"))
+    nodes = slurm_site.parse_nodes(read_answer("node-24.11.3"))
     site = Site(
-        slurm_site.parse_config(said("config-25.05.5")), slurm_site.parse_partitions(said("partition-24.11.3")), nodes
+        slurm_site.parse_config(read_answer("config-25.05.5")),
+        slurm_site.parse_partitions(read_answer("partition-24.11.3")),
+        nodes,
     )
     detected = slurm_site_profile.detect_profile(site)
     assert values(detected) == {
@@ -100,7 +102,7 @@ def test_site_24_11_with_autodetected_type_and_reserved_cores() -> None:
 
 
 def test_site_defaults_are_not_overridden(testbed: Site) -> None:
-    (h100,) = slurm_site.parse_partitions(said("partition-23.11"))
+    (h100,) = slurm_site.parse_partitions(read_answer("partition-23.11"))
     nodes = tuple(replace(n, partitions=("h100",)) for n in testbed.nodes)
     detected = slurm_site_profile.detect_profile(Site(testbed.config, (h100,), nodes))
     assert "cpus_per_gpu" not in detected.keys and "grace_s" not in detected.keys  # GraceTime=0

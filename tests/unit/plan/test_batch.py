@@ -1,4 +1,4 @@
-"""The batch arithmetic."""
+"""Arithmetic of the batch split."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from clustertrain.plan.batch import divisors, split_batch
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 48])
 @pytest.mark.parametrize("global_batch", [48, 96, 480])
-@pytest.mark.parametrize("most", [1, 3, 1000])
-def test_split_product_is_global_batch(ranks: int, global_batch: int, most: int) -> None:
-    batch = split_batch(global_batch, ranks, 128, fits=lambda m: m <= most)
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+def test_split_product_is_global_batch(ranks: int, global_batch: int, limit: int) -> None:
+    batch = split_batch(global_batch, ranks, 128, fits=lambda m: m <= limit)
     assert batch.micro_batch * batch.grad_accum * ranks == global_batch
-    assert batch.micro_batch <= most
+    assert batch.micro_batch <= limit
     assert batch.tokens_per_step == global_batch * 128
 
 

@@ -1,4 +1,4 @@
-"""What is refused before the queue, each with its arithmetic and its way out; and what is only noted."""
+"""Requests that the plan refuses, with arithmetic and a fix, and those that it only notes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clustertrain.plan.planner import Plan, plan
 MODEL = ModelSpec(vocab_size=256, dim=64, layers=8, heads=8, kv_heads=4)
 
 
-def planned(
+def make_plan(
     job: dict[str, Any],
     *,
     parallel: dict[str, Any] | None = None,
@@ -154,10 +154,10 @@ REFUSED: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
-    job, rest, said, fix = REFUSED[case]
+    job, rest, message, fix = REFUSED[case]
     with pytest.raises(ConfigError) as e:
-        planned(job, **rest)
-    assert said in e.value.message
+        make_plan(job, **rest)
+    assert message in e.value.message
     assert e.value.fix is not None and fix in e.value.fix + "\n"
     assert e.value.exit_code == 78
 
@@ -173,28 +173,42 @@ def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
         ({"tp": 4}, {"seq_len": 250, "parallel": {"sequence_parallel": False}}),
         ({"pp": 8}, {"parallel": {"schedule": "gpipe"}, "train": {"micro_batch": 32}}),
         ({"gpu_type": "h100"}, {"train": {"precision": "fp8"}}),
-        # What does not belong to the layout in use has no effect.
+        # Options of other layouts have no effect.
         ({"layout": "ddp"}, {"parallel": {"offload": True, "context_parallel_method": "ring"}, "device": "cpu"}),
         ({}, {"parallel": {"async_tp": True, "compile": True}, "device": "cpu"}),
-        # A script's model is not known before it runs.
+        # The model of a script is unknown before it runs.
         ({"tp": 16}, {"script": True}),
         ({"pp": 16}, {"script": True}),
     ],
+    ids=[
+        "pp",
+        "interleaved",
+        "zbv with full checkpointing",
+        "schedule without pipeline",
+        "split",
+        "tp without sequence parallel",
+        "gpipe with one micro-batch",
+        "fp8",
+        "options of other layouts",
+        "async tp without tp",
+        "script with tp",
+        "script with pp",
+    ],
 )
 def test_possible_layout_is_accepted(job: dict[str, Any], rest: dict[str, Any]) -> None:
-    planned(job, **rest)
+    make_plan(job, **rest)
 
 
 def test_slow_or_uncertain_precision_is_noted() -> None:
-    made = planned({}, train={"precision": "fp16"}, device="cpu")
-    assert any("fp16 on the CPU" in note for note in made.warnings)
-    made = planned({"gpu_type": "x9000"}, train={"precision": "fp8"})
-    assert any("compute capability 8.9" in note for note in made.warnings)
-    assert set(made.warnings) <= set(made.reasons)
-    made = planned({}, train={"precision": "tf32"}, device="cpu")
-    assert any("matmuls stay fp32" in note for note in made.warnings)
+    result = make_plan({}, train={"precision": "fp16"}, device="cpu")
+    assert any("fp16 on the CPU" in note for note in result.warnings)
+    result = make_plan({"gpu_type": "x9000"}, train={"precision": "fp8"})
+    assert any("compute capability 8.9" in note for note in result.warnings)
+    assert set(result.warnings) <= set(result.reasons)
+    result = make_plan({}, train={"precision": "tf32"}, device="cpu")
+    assert any("matmuls stay fp32" in note for note in result.warnings)
     for precision in ("bf16", "tf32"):
-        made = planned({"gpu_type": "v100"}, train={"precision": precision})
-        assert any(f"precision {precision}: v100 lacks it in hardware" in note for note in made.warnings)
-        assert planned({"gpu_type": "a100"}, train={"precision": precision}).warnings == ()
-    assert planned({"gpu_type": "h100"}, train={"precision": "fp8"}).warnings == ()
+        result = make_plan({"gpu_type": "v100"}, train={"precision": precision})
+        assert any(f"precision {precision}: v100 lacks it in hardware" in note for note in result.warnings)
+        assert make_plan({"gpu_type": "a100"}, train={"precision": precision}).warnings == ()
+    assert make_plan({"gpu_type": "h100"}, train={"precision": "fp8"}).warnings == ()

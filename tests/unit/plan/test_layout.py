@@ -1,4 +1,4 @@
-"""Degrees from what was asked, and where a rank stands."""
+"""Inference of degrees from the request, and coordinates of ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout, Strategy, resolve_dp_degrees
 
 
-def degrees(strategy: Strategy, world: int, gpus: int = 8, **asked: int) -> tuple[int, int]:
+def degrees(strategy: Strategy, world: int, gpus: int = 8, **requested: int) -> tuple[int, int]:
     return resolve_dp_degrees(
-        strategy, world, gpus, **{"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 0, "dp_shard": 0, **asked}
+        strategy, world, gpus, **{"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 0, "dp_shard": 0, **requested}
     )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "asked", "expected"),
+    ("strategy", "world", "requested", "expected"),
     [
         ("ddp", 16, {}, (16, 1)),
         ("zero1", 16, {}, (16, 1)),
@@ -30,23 +30,24 @@ def degrees(strategy: Strategy, world: int, gpus: int = 8, **asked: int) -> tupl
         ("hybrid-shard", 8, {"dp_replicate": 2, "dp_shard": 4}, (2, 4)),
         ("ddp", 8, {"tp": 2, "pp": 2}, (2, 1)),
         ("fsdp", 8, {"tp": 2, "cp": 2, "pp": 2}, (1, 1)),
-        # The largest group that lies inside a node; 12 ranks a stage are one node and a half.
+        # The largest group that fits inside a node; a stage has 12 ranks, one node and a half.
         ("hybrid-shard", 24, {"pp": 2}, (3, 4)),
         ("hybrid-shard", 21, {"gpus": 7}, (3, 7)),
-        # Parameters are sharded over the ranks that share a sequence too.
+        # Parameters are also sharded over the ranks that share a sequence.
         ("hybrid-shard", 16, {"tp": 4, "cp": 2}, (2, 1)),
         ("hybrid-shard", 1, {"gpus": 1}, (1, 1)),
         ("hybrid-shard", 8, {"tp": 8}, (1, 1)),
     ],
+    ids=str,
 )
 def test_unset_degrees_are_inferred(
-    strategy: Strategy, world: int, asked: dict[str, int], expected: tuple[int, int]
+    strategy: Strategy, world: int, requested: dict[str, int], expected: tuple[int, int]
 ) -> None:
-    assert degrees(strategy, world, **asked) == expected
+    assert degrees(strategy, world, **requested) == expected
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "asked", "said"),
+    ("strategy", "world", "requested", "message"),
     [
         ("ddp", 16, {"tp": 3}, "tp 3 x cp 1 x pp 1 = 3 does not divide the 16 ranks: 16 / 3 = 5.33"),
         ("fsdp", 4, {"tp": 8}, "4 / 8 = 0.5"),
@@ -64,10 +65,12 @@ def test_unset_degrees_are_inferred(
         ("hybrid-shard", 16, {"pp": 2}, "dp_replicate 1 x dp_shard 8 equals fsdp"),
     ],
 )
-def test_wrong_degree_product_is_refused(strategy: Strategy, world: int, asked: dict[str, int], said: str) -> None:
+def test_wrong_degree_product_is_refused(
+    strategy: Strategy, world: int, requested: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError) as e:
-        degrees(strategy, world, **asked)
-    assert said in str(e.value) and "fix: " in str(e.value)
+        degrees(strategy, world, **requested)
+    assert message in str(e.value) and "fix: " in str(e.value)
 
 
 def test_innermost_dimension_is_tp() -> None:
@@ -80,7 +83,7 @@ def test_innermost_dimension_is_tp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words", "product"),
+    ("fields", "description", "product"),
     [
         ({}, "single", "1 rank = 1"),
         ({"strategy": "ddp", "dp_replicate": 4}, "ddp", "4 ranks = dp_replicate 4"),
@@ -92,6 +95,7 @@ def test_innermost_dimension_is_tp() -> None:
         ({"tp": 2, "pp": 2, "schedule": "zbv"}, "tp 2, pp 2 (zbv)", "4 ranks = pp 2 x tp 2"),
         ({"strategy": "fsdp", "dp_shard": 2, "cp": 4}, "fsdp 2, cp 4", "8 ranks = dp_shard 2 x cp 4"),
     ],
+    ids=["single", "ddp", "hybrid-shard with tp", "pipeline with tp", "fsdp with cp"],
 )
-def test_describe(fields: dict[str, Any], words: str, product: str) -> None:
-    assert (Layout(**fields).describe(), Layout(**fields).format_degrees()) == (words, product)
+def test_describe(fields: dict[str, Any], description: str, product: str) -> None:
+    assert (Layout(**fields).describe(), Layout(**fields).format_degrees()) == (description, product)

@@ -1,4 +1,4 @@
-"""The table [node] of a cluster profile reaches the plan, through a TOML file and back."""
+"""The table [node] of a cluster profile round-trips through TOML and reaches the plan."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def facts(kind: str, root: Path) -> NodeFacts:
     return read_node(node.root, node.ip, node.gpus, {})
 
 
-def profile(found: NodeFacts) -> ClusterProfile:
-    text = tomli_w.dumps({"node": msgspec.to_builtins(found)})
+def profile(node_facts: NodeFacts) -> ClusterProfile:
+    text = tomli_w.dumps({"node": msgspec.to_builtins(node_facts)})
     return build(tomllib.loads(text), ClusterProfile, "profile")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_node_facts_survive_profile(kind: str, tmp_path: Path) -> None:
-    found = facts(kind, tmp_path)
-    assert profile(found).node == found
+    node_facts = facts(kind, tmp_path)
+    assert profile(node_facts).node == node_facts
 
 
 def test_plan_selects_ports_for_several_nodes(tmp_path: Path) -> None:
-    known = profile(facts("dgx-h100", tmp_path))
+    cluster = profile(facts("dgx-h100", tmp_path))
 
-    def planned(**job: object) -> set[str]:
-        made = plan(RunSpec(job=JobSpec(**{"nodes": 2, "gpus": 8, "backend": "slurm", **job})), known, "cuda")  # type: ignore[arg-type]
-        return {name for name in made.nccl if name.startswith(("NCCL_", "GLOO_"))}
+    def network_settings(**job: object) -> set[str]:
+        result = plan(RunSpec(job=JobSpec(**{"nodes": 2, "gpus": 8, "backend": "slurm", **job})), cluster, "cuda")  # type: ignore[arg-type]
+        return {name for name in result.nccl if name.startswith(("NCCL_", "GLOO_"))}
 
-    assert planned() == {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-    assert planned(nodes=1) == planned(backend="local") == set()
+    assert network_settings() == {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert network_settings(nodes=1) == network_settings(backend="local") == set()
 
 
 def test_typo_in_node_table_is_reported() -> None:

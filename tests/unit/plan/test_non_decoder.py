@@ -1,4 +1,4 @@
-"""Plans of models that are not the decoder, and of decoders too large for any machine."""
+"""Plans of models other than the decoder, and of a decoder too large to build."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clustertrain.plan.planner import Plan, plan
 GIB = 1024**3
 
 
-def chosen(
+def make_plan(
     model: dict[str, Any], *, train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **job: Any
 ) -> Plan:
     recipe = build(apply_preset({"model": model, "train": train or {}, "optim": optim or {}}), Recipe, "recipe")
@@ -27,18 +27,18 @@ def chosen(
 
 @pytest.mark.parametrize("kind", ["convnet", "two-tower"])
 def test_states_are_estimated_without_activations(kind: str) -> None:
-    replicated, sharded = chosen({"kind": kind}), chosen({"kind": kind}, layout="fsdp")
+    replicated, sharded = make_plan({"kind": kind}), make_plan({"kind": kind}, layout="fsdp")
     count = build({"model": {"kind": kind}}, Recipe, "recipe").model.parameters()
     assert replicated.layout.strategy == "ddp" and "not estimated" in replicated.reasons[0]
     assert replicated.memory.params_gib == count * 4 / GIB
     assert sharded.memory.optimizer_gib == count * 8 / 4 / GIB
-    for made in (replicated, sharded):
-        assert made.memory.activations_gib is None and made.memory.peak_gib is None and made.memory.fits is None
-        assert made.time.flops_per_step is None
+    for result in (replicated, sharded):
+        assert result.memory.activations_gib is None and result.memory.peak_gib is None and result.memory.fits is None
+        assert result.time.flops_per_step is None
 
 
 @pytest.mark.parametrize(
-    ("kind", "optim", "said", "fix"),
+    ("kind", "optim", "message", "fix"),
     [
         ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters matches 'block.*'", "blocks"),
         (
@@ -57,49 +57,49 @@ def test_states_are_estimated_without_activations(kind: str) -> None:
         ),
     ],
 )
-def test_unmatched_pattern_is_refused(kind: str, optim: dict[str, Any], said: str, fix: str) -> None:
+def test_unmatched_pattern_is_refused(kind: str, optim: dict[str, Any], message: str, fix: str) -> None:
     with pytest.raises(ConfigError) as e:
-        chosen({"kind": kind}, optim=optim)
-    assert said in e.value.message and fix in str(e.value.fix)
-    chosen({"kind": kind}, optim={"freeze": ["*"], "unfreeze": [{"step": 5, "modules": ["*norm"]}]})
+        make_plan({"kind": kind}, optim=optim)
+    assert message in e.value.message and fix in str(e.value.fix)
+    make_plan({"kind": kind}, optim={"freeze": ["*"], "unfreeze": [{"step": 5, "modules": ["*norm"]}]})
 
 
 def test_entry_has_no_estimate() -> None:
-    made = chosen({"entry": "package:function"})
-    assert made.layout.strategy == "ddp" and made.memory.params_gib is None and made.memory.fits is None
-    assert made.batch.tokens_per_step == made.batch.global_batch * 256
+    result = make_plan({"entry": "package:function"})
+    assert result.layout.strategy == "ddp" and result.memory.params_gib is None and result.memory.fits is None
+    assert result.batch.tokens_per_step == result.batch.global_batch * 256
 
 
 def test_tokens_per_step_by_kind() -> None:
-    assert chosen({"kind": "convnet"}).batch.tokens_per_step == 0
-    made = chosen({"kind": "two-tower"})
-    assert made.batch.tokens_per_step == made.batch.global_batch * 512
+    assert make_plan({"kind": "convnet"}).batch.tokens_per_step == 0
+    result = make_plan({"kind": "two-tower"})
+    assert result.batch.tokens_per_step == result.batch.global_batch * 512
 
 
 @pytest.mark.parametrize("degree", ["tp", "cp", "pp"])
 def test_splitting_non_decoder_is_refused(degree: str) -> None:
     for kind in ("convnet", "two-tower"):
         with pytest.raises(ConfigError, match=f"{degree} 2: a {kind} cannot be split"):
-            chosen({"kind": kind}, **{degree: 2})
-    assert getattr(chosen({"entry": "package:function"}, **{degree: 2}).layout, degree) == 2
+            make_plan({"kind": kind}, **{degree: 2})
+    assert getattr(make_plan({"entry": "package:function"}, **{degree: 2}).layout, degree) == 2
 
 
 def test_groups_stay_in_one_micro_batch() -> None:
-    assert chosen({"kind": "two-tower"}).batch.micro_batch == 8
-    made = chosen({"kind": "two-tower", "two_tower": {"group": 6}}, train={"global_batch": 72})
-    assert (made.batch.micro_batch, made.batch.grad_accum) == (18, 1)
+    assert make_plan({"kind": "two-tower"}).batch.micro_batch == 8
+    result = make_plan({"kind": "two-tower", "two_tower": {"group": 6}}, train={"global_batch": 72})
+    assert (result.batch.micro_batch, result.batch.grad_accum) == (18, 1)
     with pytest.raises(ConfigError, match=r"micro_batch = 12 does not divide into groups of 8 .*12 / 8 = 1.5"):
-        chosen({"kind": "two-tower"}, train={"micro_batch": 12, "global_batch": 96})
+        make_plan({"kind": "two-tower"}, train={"micro_batch": 12, "global_batch": 96})
     with pytest.raises(ConfigError, match=r"global_batch = 48 over 4 data-parallel ranks does not divide into groups"):
-        chosen({"kind": "two-tower"}, train={"global_batch": 48})
+        make_plan({"kind": "two-tower"}, train={"global_batch": 48})
 
 
 def test_large_unestimated_batch_is_split() -> None:
-    made = chosen({"kind": "convnet"}, train={"global_batch": 512})
-    assert (made.batch.micro_batch, made.batch.grad_accum) == (32, 4)
+    result = make_plan({"kind": "convnet"}, train={"global_batch": 512})
+    assert (result.batch.micro_batch, result.batch.grad_accum) == (32, 4)
 
 
 def test_405b_model_is_planned() -> None:
-    made = chosen({"preset": "llama3.1-405b"}, nodes=512, gpus=8, layout="fsdp", gpu_type="h100")
-    assert made.world_size == 4096 and made.memory.params_gib is not None
-    assert made.memory.params_gib > 405.85e9 * 4 / 4096 / GIB
+    result = make_plan({"preset": "llama3.1-405b"}, nodes=512, gpus=8, layout="fsdp", gpu_type="h100")
+    assert result.world_size == 4096 and result.memory.params_gib is not None
+    assert result.memory.params_gib > 405.85e9 * 4 / 4096 / GIB

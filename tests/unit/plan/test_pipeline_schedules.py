@@ -1,4 +1,4 @@
-"""The rules of the schedules against torch's own constructors, and what a rank holds at a time."""
+"""The rules of pipeline schedules compared with torch's constructors, and micro-batches in flight per rank."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def torch_takes(layout: Layout, micro_batches: int) -> bool:
-    """Whether the schedule can be made; one rank's stages stand in for all, nothing runs."""
-    made = CLASSES[layout.schedule or ""]
-    made_of = [
+def torch_accepts(layout: Layout, micro_batches: int) -> bool:
+    """Return whether torch constructs the schedule, from the stages of one rank and without running it."""
+    schedule_class = CLASSES[layout.schedule or ""]
+    stages = [
         SimpleNamespace(
             stage_index=i * layout.pp, num_stages=pipeline_schedules.num_stages(layout), group_size=layout.pp,
             group_rank=0,
@@ -40,7 +40,7 @@ def torch_takes(layout: Layout, micro_batches: int) -> bool:
     ]  # fmt: skip
     single = layout.schedule in ("gpipe", "1f1b")
     try:
-        made(made_of[0] if single else made_of, micro_batches, loss_fn=lambda output, target: output)
+        schedule_class(stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output)
     except ValueError:
         return False
     return True
@@ -52,9 +52,9 @@ def test_unsupported_micro_batches_match_torch(schedule: str) -> None:
     for pp in (2, 3, 4):
         layout = Layout(pp=pp, schedule=schedule, virtual_stages=1 if schedule in ("gpipe", "1f1b") else 2)
         for micro_batches in range(1, 14):
-            why = pipeline_schedules.unsupported_reason(layout, micro_batches)
-            assert (why == "") is torch_takes(layout, micro_batches), (pp, micro_batches, why)
-            refused += bool(why)
+            reason = pipeline_schedules.unsupported_reason(layout, micro_batches)
+            assert (reason == "") is torch_accepts(layout, micro_batches), (pp, micro_batches, reason)
+            refused += bool(reason)
     assert (refused > 0) is (schedule in ("1f1b", "interleaved", "zero-bubble"))
 
 
@@ -87,7 +87,7 @@ def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last
         ("gpipe", 1, 16, 3 / 19),
         ("1f1b", 1, 4, 3 / 7),
         ("interleaved", 2, 4, 3 / 11),
-        ("zero-bubble", 1, 4, 1 / 5),  # a third of 1f1b's 3 micro-batches' time, beside the same work
+        ("zero-bubble", 1, 4, 1 / 5),  # a third of the time of 1f1b's 3 micro-batches, for the same work
         ("zbv", 2, 16, 0.0),
         ("zbv", 2, 4, None),
     ],
@@ -112,6 +112,6 @@ def test_stage_split_matches_trainer(vocab_size: int, tied: bool) -> None:
             model = Decoder(spec)
         units = pipeline_stages.list_units(model)
         for count in (2, 3, 4):
-            begins = pipeline_stages.balance_stages(pipeline_stages.estimate_costs(model, units), count)
-            held = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*begins, len(units)])]
-            assert split_blocks(spec, count) == (max(held[:-1]), held[-1]), (layers, count)
+            starts = pipeline_stages.balance_stages(pipeline_stages.estimate_costs(model, units), count)
+            blocks = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*starts, len(units)])]
+            assert split_blocks(spec, count) == (max(blocks[:-1]), blocks[-1]), (layers, count)

@@ -1,4 +1,4 @@
-"""Plans that once could not run, or were told wrong; each was found by looking at what the trainer really does."""
+"""Regressions: plans that could not run, or that reported something other than what the trainer does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.plan.problems import LLAMA_8B, problem
 pytestmark = pytest.mark.long
 
 
-def chosen(
+def make_plan(
     preset: str,
     gpu: str,
     *,
@@ -50,42 +50,44 @@ def chosen(
 
 
 def test_search_never_splits_fp8_layers() -> None:
-    made = chosen("llama3.1-70b", "h100", nodes=16, precision="fp8")
-    assert made.layout.tp == 1
-    assert any(r.strategy == "tensor parallel" and "8-bit" in r.reason for r in made.rejected)
+    result = make_plan("llama3.1-70b", "h100", nodes=16, precision="fp8")
+    assert result.layout.tp == 1
+    assert any(r.strategy == "tensor parallel" and "8-bit" in r.reason for r in result.rejected)
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
-@pytest.mark.parametrize("set_with", [{"activation_checkpointing": "selective"}, {"compile": True}])
-def test_schedule_conflict_excludes_pipelines(schedule: str, set_with: Any) -> None:
-    made = chosen("llama3.1-8b", "h100", parallel={"schedule": schedule, **set_with})
-    assert made.layout.pp == 1 and made.memory.fits is True
+@pytest.mark.parametrize(
+    "option", [{"activation_checkpointing": "selective"}, {"compile": True}], ids=["selective", "compile"]
+)
+def test_schedule_conflict_excludes_pipelines(schedule: str, option: Any) -> None:
+    result = make_plan("llama3.1-8b", "h100", parallel={"schedule": schedule, **option})
+    assert result.layout.pp == 1 and result.memory.fits is True
     with pytest.raises(ConfigError):
-        chosen("llama3.1-8b", "h100", parallel={"schedule": schedule, **set_with}, pp=4)
+        make_plan("llama3.1-8b", "h100", parallel={"schedule": schedule, **option}, pp=4)
 
 
-def test_given_schedule_has_at_most_as_many_stages_as_parts() -> None:
+def test_requested_schedule_has_no_more_stages_than_parts() -> None:
     for nodes, gpus in ((256, 8), (2, 8)):
-        made = chosen("llama3.1-8b", "l40s", batch=8, seq_len=1024, nodes=nodes, gpus=gpus,
-                      parallel={"schedule": "zero-bubble"})  # fmt: skip
-        assert pipeline_schedules.num_stages(made.layout) <= 32 + 2
+        parallel = {"schedule": "zero-bubble"}
+        result = make_plan("llama3.1-8b", "l40s", batch=8, seq_len=1024, nodes=nodes, gpus=gpus, parallel=parallel)
+        assert pipeline_schedules.num_stages(result.layout) <= 32 + 2
 
 
 def test_pipeline_always_defers_reduction() -> None:
     for limit in (20.0, 40.0, 64.0):
-        found = search(problem(LLAMA_8B, world=32, seq_len=2048, global_batch=64, limit_gib=limit))
-        assert all(c.layout.defer_reduction for c in found.fitting if c.layout.pp > 1)
+        outcome = search(problem(LLAMA_8B, world=32, seq_len=2048, global_batch=64, limit_gib=limit))
+        assert all(c.layout.defer_reduction for c in outcome.fitting if c.layout.pp > 1)
 
 
 def test_requested_shard_group_is_searched() -> None:
-    made = chosen("llama3.1-8b", "h100", batch=48, nodes=6, layout="hybrid-shard", dp_shard=3)
-    assert (made.layout.dp_replicate, made.layout.dp_shard) == (16, 3)
-    assert made.time.step_s is not None
+    result = make_plan("llama3.1-8b", "h100", batch=48, nodes=6, layout="hybrid-shard", dp_shard=3)
+    assert (result.layout.dp_replicate, result.layout.dp_shard) == (16, 3)
+    assert result.time.step_s is not None
 
 
 def test_zero1_communicates_at_least_as_much_as_ddp() -> None:
-    """It is DDP's all-reduce, and then the parameters once more."""
-    ddp, zero1 = (chosen("llama3.2-1b", "a100-80gb", seq_len=2048, layout=kind) for kind in ("ddp", "zero1"))
+    """ZeRO-1 adds the exchange of parameters to DDP's all-reduce."""
+    ddp, zero1 = (make_plan("llama3.2-1b", "a100-80gb", seq_len=2048, layout=kind) for kind in ("ddp", "zero1"))
     assert ddp.time.comm_s is not None and zero1.time.comm_s is not None
     assert zero1.time.comm_s["data"] > ddp.time.comm_s["data"]
 
@@ -101,37 +103,41 @@ def test_measured_matmul_rate_applies_to_16_bit() -> None:
 
 
 def test_calibration_scales_whole_step() -> None:
-    book, slower = (
-        chosen("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(calibration=c)) for c in (1.0, 1.5)
+    from_catalog, slower = (
+        make_plan("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(calibration=c)) for c in (1.0, 1.5)
     )
-    assert book.time.step_s is not None and slower.time.step_s == pytest.approx(1.5 * book.time.step_s)
+    assert from_catalog.time.step_s is not None and slower.time.step_s == pytest.approx(1.5 * from_catalog.time.step_s)
 
 
 def test_profile_gpu_type_is_predicted() -> None:
-    own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000, link_gb_s=200, fabric_gb_s=25)
-    made = chosen("llama3.1-8b", "x9000", profile=ClusterProfile(gpu=own))
-    assert made.memory.capacity_gib == 80 and made.time.mfu is not None and 0.1 < made.time.mfu < 0.8
+    gpu_type = hardware.GpuType(
+        name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000, link_gb_s=200, fabric_gb_s=25
+    )
+    result = make_plan("llama3.1-8b", "x9000", profile=ClusterProfile(gpu=gpu_type))
+    assert result.memory.capacity_gib == 80 and result.time.mfu is not None and 0.1 < result.time.mfu < 0.8
 
 
 def test_profile_gpu_type_needs_rates() -> None:
     with pytest.raises(ValueError, match=r"gpu\.tflops = 0"):
         ClusterProfile(gpu=hardware.GpuType(name="x9000", memory_gib=80))
-    own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000)
-    assert chosen("llama3.2-1b", "x9000", precision="fp32", profile=ClusterProfile(gpu=own)).time.step_s
+    gpu_type = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000)
+    assert make_plan("llama3.2-1b", "x9000", precision="fp32", profile=ClusterProfile(gpu=gpu_type)).time.step_s
 
 
-@pytest.mark.parametrize(("where", "words"), [("none/out.csv", "cannot be written"), ("folder", "not a regular file")])
-def test_unwritable_predictions_are_a_clear_error(tmp_path: Path, where: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("output", "message"), [("none/out.csv", "cannot be written"), ("folder", "not a regular file")]
+)
+def test_unwritable_predictions_path_is_an_error(tmp_path: Path, output: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "in.csv").write_text("gpu,seq,n_gpus,n_params_b\nH100,2048,8,8\n")
-    with pytest.raises(ConfigError, match=words):
-        write_predictions(tmp_path / "in.csv", tmp_path / where, calibrate=False, as_json=False)
+    with pytest.raises(ConfigError, match=message):
+        write_predictions(tmp_path / "in.csv", tmp_path / output, calibrate=False, as_json=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "in.csv"]
 
 
 def test_named_fabric_slows_cross_node_traffic() -> None:
     slow, fast = (
-        chosen("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(fabric=fabric))
+        make_plan("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(fabric=fabric))
         for fabric in ("ethernet-10", "8 x ndr")
     )
     assert (slow.time.step_s or 0) > (fast.time.step_s or 0)
@@ -139,7 +145,7 @@ def test_named_fabric_slows_cross_node_traffic() -> None:
         ClusterProfile(fabric="8 x ndx")
 
 
-def test_a_pcie_card_has_no_nvlink() -> None:
+def test_pcie_card_has_no_nvlink() -> None:
     for name in ("NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "Tesla V100-PCIE-16GB"):
         gpu = hardware.find_gpu_type(name)
         assert gpu is not None and gpu.link_gb_s == 0, name
@@ -147,8 +153,8 @@ def test_a_pcie_card_has_no_nvlink() -> None:
 
 
 def test_offload_suggestion_respects_host_memory() -> None:
-    way_out = chosen("llama3.1-405b", "h100", batch=64, nodes=1).suggested_changes
-    assert way_out and "offload" not in way_out
+    suggestion = make_plan("llama3.1-405b", "h100", batch=64, nodes=1).suggested_changes
+    assert suggestion and "offload" not in suggestion
 
 
 ROW = {"model": "Llama-3-8B", "n_params_b": "8.03", "gpu": "H100", "n_gpus": "16", "seq": "4096", "micro_bs": "1"}
@@ -161,7 +167,7 @@ def test_single_stated_degree_states_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "words"),
+    ("cells", "message"),
     [
         ({"tp": "32"}, "tp 32"),
         ({"tp": "3"}, "does not divide n_gpus = 16"),
@@ -169,9 +175,9 @@ def test_single_stated_degree_states_layout() -> None:
         ({"act_ckpt": "sometimes"}, "act_ckpt = 'sometimes'"),
     ],
 )
-def test_contradictory_row_gets_note(cells: dict[str, str], words: str) -> None:
-    (found,) = predict([{**ROW, **cells}], calibrate=True)
-    assert found.tokens_per_s_per_gpu is None and words in found.note
+def test_contradictory_row_gets_note(cells: dict[str, str], message: str) -> None:
+    (prediction,) = predict([{**ROW, **cells}], calibrate=True)
+    assert prediction.tokens_per_s_per_gpu is None and message in prediction.note
 
 
 def test_hardware_flops_need_a_note() -> None:

@@ -1,4 +1,4 @@
-"""Whether a script calls session.train_step, from its text."""
+"""Detection of calls of session.train_step in the source of a script."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nim
 
 
 @pytest.mark.parametrize(
-    ("source", "drives"),
+    ("source", "expected"),
     [
         (PLAIN + "loss.backward()", False),
         (PLAIN + "session.train_step(batch, F.mse_loss)", True),
         (PLAIN + "step = getattr(session, 'train_step')", True),
-        (PLAIN + "def train_step(batch): ...\ntrain_step(1)", False),  # a function of its own
+        (PLAIN + "def train_step(batch): ...\ntrain_step(1)", False),  # another function of that name
         (PLAIN + "# session.train_step", False),
         (PLAIN + "from training import run", None),
         (PLAIN + "from . import run", None),
@@ -34,12 +34,12 @@ PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nim
         ("\0", None),
     ],
 )
-def test_uses_train_step(source: str, drives: bool | None) -> None:
-    assert uses_train_step(source) is drives
+def test_uses_train_step(source: str, expected: bool | None) -> None:
+    assert uses_train_step(source) is expected
 
 
 @pytest.mark.parametrize(
-    ("fields", "precision", "why"),
+    ("fields", "precision", "reason"),
     [
         ({"pp": 2, "schedule": "1f1b"}, "fp32", "stages alternate"),
         ({"strategy": "zero1", "zero1": True, "dp_replicate": 2}, "fp32", "split over the ranks"),
@@ -48,11 +48,11 @@ def test_uses_train_step(source: str, drives: bool | None) -> None:
         ({"strategy": "ddp", "dp_replicate": 2}, "fp16", "the loss is scaled"),
     ],
 )
-def test_custom_backward_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
+def test_custom_backward_cannot_drive_every_layout(fields: dict[str, Any], precision: str, reason: str) -> None:
     layout = Layout(**fields)
     with pytest.raises(ConfigError, match=r"train.py does not call session.train_step") as e:
         check_script(layout, precision, PLAIN, "train.py")
-    assert why in str(e.value) and "session.optimizer" in str(e.value)
+    assert reason in str(e.value) and "session.optimizer" in str(e.value)
     assert check_script(layout, precision, PLAIN + "session.train_step(b, f)", "train.py") is None
     assert "unknown whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
 

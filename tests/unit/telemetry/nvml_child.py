@@ -1,7 +1,7 @@
-"""Reads all devices of the stub as the steps on standard input say, and prints what each step found, as JSON.
+"""Run the steps from standard input on all devices of the stub; print the result of each step as JSON.
 
-A step is a list: ``["devices"]``, ``["read", PACE]``, ``["read-until", FIELD]`` (of the first device, for what needs
-two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["listen"]``, ``["poll"]``,
+A step is a list: ``["devices"]``, ``["read", PACE]``, ``["read-until", FIELD]`` (of the first device, for fields that
+need two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["listen"]``, ``["poll"]``,
 ``["session"]``, ``["reopen"]``, ``["close"]``.
 """
 
@@ -37,18 +37,18 @@ class Child:
     def read(self, pace: fields.Pace = fields.FAST) -> dict[str, Any]:
         """Return by UUID each field's value or the reason why it is missing; for a lost device, only the reason."""
         names = [f.name for f in fields.GPU if f.pace == pace]
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for reader in self.readers:
             row = reader.read(pace)
             if row is None:
-                found[reader.device.uuid] = f"lost: {reader.lost_reason}"
+                values[reader.device.uuid] = f"lost: {reader.lost_reason}"
                 continue
             pairs = zip(names, row, strict=True)
-            found[reader.device.uuid] = {n: reader.reasons.get(n) if v is None else v for n, v in pairs}
-        return found
+            values[reader.device.uuid] = {n: reader.reasons.get(n) if v is None else v for n, v in pairs}
+        return values
 
-    def step(self, what: str, *args: Any) -> Any:
-        match what:
+    def step(self, action: str, *args: Any) -> Any:
+        match action:
             case "devices":
                 return {"driver": self.driver, "devices": [msgspec.to_builtins(d) for d in self.devices]}
             case "read":
@@ -78,7 +78,7 @@ class Child:
                 self.nvml.close()
                 return ctypes.CDLL("libnvidia-ml.so.1").nvml_stub_live_samples()
             case _:
-                raise ValueError(what)
+                raise ValueError(action)
         return None
 
 

@@ -13,8 +13,8 @@ from tests.paths import ROOT
 def run_steps(env: dict[str, str], *requests: list[Any]) -> Any:
     """Return the result of each step; ``{"error": …}`` if NVML did not open."""
     argv = [sys.executable, "-W", "error", "-m", "tests.unit.telemetry.nvml_child"]
-    done = subprocess.run(
+    result = subprocess.run(
         argv, input=json.dumps(requests), env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)

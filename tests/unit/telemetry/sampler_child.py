@@ -11,7 +11,7 @@ from typing import Any
 from clustertrain.telemetry.sampler import Intervals, Sampler
 
 
-def tell(name: str, **fields: Any) -> None:
+def print_event(name: str, **fields: Any) -> None:
     # A single write, so that the lines of two threads do not mix.
     sys.stdout.write(json.dumps({"event": name, **fields}) + "\n")
     sys.stdout.flush()
@@ -19,14 +19,21 @@ def tell(name: str, **fields: Any) -> None:
 
 def main() -> None:
     quick = Intervals(slow_s=0.05, flush_s=0.02)
-    beats = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    heartbeat_dir = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     sampler = Sampler(
-        Path(sys.argv[1]), "node-a", os.environ, 0.02, tell, first_rank=4, heartbeat_dir=beats, intervals=quick
+        Path(sys.argv[1]),
+        "node-a",
+        os.environ,
+        0.02,
+        print_event,
+        first_rank=4,
+        heartbeat_dir=heartbeat_dir,
+        intervals=quick,
     )
     sampler.start()
-    tell("ready", gpus=sampler.gpus, nvml=sampler.nvml_error)
+    print_event("ready", gpus=sampler.gpus, nvml=sampler.nvml_error)
     sys.stdin.readline()
-    tell("stopped", clean=sampler.stop(30))
+    print_event("stopped", clean=sampler.stop(30))
 
 
 if __name__ == "__main__":

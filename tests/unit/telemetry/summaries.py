@@ -177,9 +177,9 @@ def with_gpus(summary: Summary, **changes: Any) -> Summary:
 
 def in_training(summary: Summary, node: str, number: int, **changes: Any) -> Summary:
     """Return ``summary`` with changed training statistics of one GPU."""
-    (one,) = (g for g in summary.gpus if (g.node, g.index) == (node, number))
-    train = replace(one.phases["train"], **changes)
-    return with_gpu(summary, node, number, phases={**one.phases, "train": train})
+    (selected,) = (g for g in summary.gpus if (g.node, g.index) == (node, number))
+    train = replace(selected.phases["train"], **changes)
+    return with_gpu(summary, node, number, phases={**selected.phases, "train": train})
 
 
 def with_rank(summary: Summary, rank: int, **changes: Any) -> Summary:
@@ -187,15 +187,15 @@ def with_rank(summary: Summary, rank: int, **changes: Any) -> Summary:
 
 
 def idle(summary: Summary, node: str, number: int) -> Summary:
-    nothing = Stats(0.0, 0.0, 0.0, 0.0, 0.0)
+    zero = Stats(0.0, 0.0, 0.0, 0.0, 0.0)
     train = PhaseStats(0.92, 0.0, 72.0, 345.0, 0.0, 0.0, ThrottleShares(0.0, 0.0, 0.0))
     return with_gpu(
         summary,
         node,
         number,
-        utilization=nothing,
-        sm_activity=nothing,
-        tensor_activity=nothing,
+        utilization=zero,
+        sm_activity=zero,
+        tensor_activity=zero,
         memory_used_gib=stats(0.5),
         power_w=stats(72.0),
         energy_j=72.0 * 2 * HOUR,
@@ -207,17 +207,17 @@ def idle(summary: Summary, node: str, number: int) -> Summary:
 
 
 def throttling(summary: Summary, node: str, number: int) -> Summary:
-    held = ThrottleShares(0.1, 0.37, 0.0)
-    summary = with_gpu(summary, node, number, throttle_ratio=held, temperature_c=Stats(84.0, 60.0, 86.0, 90.0, 92.0))
+    shares = ThrottleShares(0.1, 0.37, 0.0)
+    summary = with_gpu(summary, node, number, throttle_ratio=shares, temperature_c=Stats(84.0, 60.0, 86.0, 90.0, 92.0))
     return in_training(
         summary, node, number, sm_clock_mhz=1410.0, power_w=430.0, throttle_ratio=ThrottleShares(0.1, 0.4, 0.0)
     )
 
 
 def slow(summary: Summary, node: str, number: int, by: float = 0.12) -> Summary:
-    free = ThrottleShares(0.0, 0.0, 0.0)
-    summary = with_gpu(summary, node, number, throttle_ratio=free)
-    return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttle_ratio=free)
+    shares = ThrottleShares(0.0, 0.0, 0.0)
+    summary = with_gpu(summary, node, number, throttle_ratio=shares)
+    return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttle_ratio=shares)
 
 
 def build_notes(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Insight]:
@@ -231,10 +231,10 @@ def codes(summary: Summary, *, info: bool = False) -> list[str]:
 
 def broken() -> Summary:
     """Return a summary with insights of four nodes with two GPUs each: one is idle, one throttled, one slow."""
-    found = slow(throttling(idle(healthy(), "n2", 1), "n3", 0), "n4", 1)
+    summary = slow(throttling(idle(healthy(), "n2", 1), "n3", 0), "n4", 1)
     # The ranks of the slow GPUs are late too, which is the same problem.
-    found = with_rank(with_rank(found, 4, forward_s=0.29), 7, forward_s=0.26)
-    found = with_rank(found, 3, forward_s=None, data_wait_s=0.5)
+    summary = with_rank(with_rank(summary, 4, forward_s=0.29), 7, forward_s=0.26)
+    summary = with_rank(summary, 3, forward_s=None, data_wait_s=0.5)
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=3.2, by_cause={"idle_gpus": 2.0, "startup": 1.2})
-    found = replace(found, waste=waste)
-    return replace(found, insights=build_notes(found))
+    summary = replace(summary, waste=waste)
+    return replace(summary, insights=build_notes(summary))

@@ -41,8 +41,8 @@ class Child:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the child ended early"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        event: dict[str, Any] = json.loads(line)
+        return event
 
     def segment(self) -> RecordedSegment:
         return open_node(self.folder)[-1]
@@ -59,8 +59,8 @@ class Child:
 
 
 @contextmanager
-def sampling(folder: Path, env: dict[str, str], *more: Path) -> Iterator[Child]:
-    argv = [sys.executable, "-W", "error", str(CHILD), str(folder), *map(str, more)]
+def sampling(folder: Path, env: dict[str, str], *arguments: Path) -> Iterator[Child]:
+    argv = [sys.executable, "-W", "error", str(CHILD), str(folder), *map(str, arguments)]
     with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Child(process, folder)
@@ -74,19 +74,19 @@ def test_every_allocated_gpu_is_sampled(nvml_stub: Stub, tmp_path: Path) -> None
         assert [(g["uuid"], g["ranks"]) for g in child.ready["gpus"]] == [("GPU-a", [4]), ("GPU-b", [5])]
         child.until(lambda s: s.sample_count >= 5 and len(s.samples(SLOW).t) >= 2)
         child.stop()
-    (found,) = open_node(tmp_path / "t")
-    assert found.header.nvml_error is None
-    assert found.header.allocation_source == "SLURM_STEP_GPUS, by minor"
-    assert found.header.ranks == [4, 5]
-    fast, slow = found.samples(FAST), found.samples(SLOW)
+    (segment,) = open_node(tmp_path / "t")
+    assert segment.header.nvml_error is None
+    assert segment.header.allocation_source == "SLURM_STEP_GPUS, by minor"
+    assert segment.header.ranks == [4, 5]
+    fast, slow = segment.samples(FAST), segment.samples(SLOW)
     assert set(fast.values["gpu0.utilization"]) == {0.8}
     assert set(fast.values["gpu1.utilization"]) == {0.0}
     assert np.all(np.diff(fast.values["gpu0.energy_j"]) >= 0)
     assert np.all(slow.values["host.memory_used_bytes"] > 0)
     assert np.all(slow.values["host.job_processes"] == 0)
-    assert (found.end is not None, found.failure) == (True, None)
+    assert (segment.end is not None, segment.failure) == (True, None)
     assert np.all(np.diff(fast.t) > 0)
-    assert not {"host.memory_used_bytes", "host.load1", "host.job_memory_bytes"} & found.reasons().keys()
+    assert not {"host.memory_used_bytes", "host.load1", "host.job_memory_bytes"} & segment.reasons().keys()
 
 
 def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
         child.until(lambda s: s.newest().get("rank5.step") == 7)
         child.stop()
     writer.close()
-    (found,) = open_node(tmp_path / "t")
-    newest = found.newest()
+    (segment,) = open_node(tmp_path / "t")
+    newest = segment.newest()
     assert (newest["rank5.phase"], newest["rank5.tokens"]) == (heartbeat.TRAIN, 4096.0)
     assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is not a descendant of the child
     assert np.isnan(newest["rank4.step"])
-    assert heartbeat.TRAIN in found.totals()["gpu1.utilization"].by_phase
+    assert heartbeat.TRAIN in segment.totals()["gpu1.utilization"].by_phase
 
 
 def test_lost_gpu_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_lost_gpu_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
         after = child.segment().sample_count + 5
         child.until(lambda s: s.sample_count >= after)
         child.stop()
-    (found,) = open_node(tmp_path / "t")
-    values = found.samples(FAST).values
+    (segment,) = open_node(tmp_path / "t")
+    values = segment.samples(FAST).values
     assert np.all(np.isfinite(values["gpu0.utilization"]))
     assert np.isnan(values["gpu1.power_w"][-1])
-    assert found.reasons()["gpu1.power_w"].startswith("GPU_IS_LOST")
+    assert segment.reasons()["gpu1.power_w"].startswith("GPU_IS_LOST")
 
 
 def test_driver_error_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_host_is_sampled_without_nvml(nvml_stub: Stub, tmp_path: Path) -> None:
         assert child.ready["nvml"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
         child.until(lambda s: s.sample_count >= 3)
         child.stop()
-    (found,) = open_node(tmp_path / "t")
-    assert found.header.nvml_error == child.ready["nvml"]
-    assert np.isfinite(found.samples(SLOW).values["host.load1"]).all()
+    (segment,) = open_node(tmp_path / "t")
+    assert segment.header.nvml_error == child.ready["nvml"]
+    assert np.isfinite(segment.samples(SLOW).values["host.load1"]).all()
 
 
 def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
-    """Every call about a device is NOT_SUPPORTED, but devices are listed."""
+    """Every call about a device returns NOT_SUPPORTED, but devices are listed."""
     names = (
         "UtilizationRates",
         "MemoryInfo",
@@ -183,17 +183,17 @@ def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
         "ClockInfo",
     )
     names += ("FieldValues", "TotalEnergyConsumption", "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
-    refused = "\n".join(f"fail * nvmlDeviceGet{name} 3" for name in names)
-    nvml_stub.drive(f"{TWO_GPUS}\n{refused}")
+    failures = "\n".join(f"fail * nvmlDeviceGet{name} 3" for name in names)
+    nvml_stub.drive(f"{TWO_GPUS}\n{failures}")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         assert [g["uuid"] for g in child.ready["gpus"]] == ["GPU-a", "GPU-b"]
         child.until(lambda s: s.sample_count >= 3)
         child.stop()
-    (found,) = open_node(tmp_path / "t")
-    values = found.samples(FAST).values
+    (segment,) = open_node(tmp_path / "t")
+    values = segment.samples(FAST).values
     for field in ("utilization", "memory_used_bytes", "power_w", "energy_j", "pcie_tx_bytes", "throttle_thermal"):
         assert np.isnan(values[f"gpu0.{field}"]).all(), field
-        assert found.reasons()[f"gpu0.{field}"].startswith("NOT_SUPPORTED"), field
+        assert segment.reasons()[f"gpu0.{field}"].startswith("NOT_SUPPORTED"), field
 
 
 def test_killed_sampler_leaves_readable_file(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_killed_sampler_leaves_readable_file(nvml_stub: Stub, tmp_path: Path) ->
         child.until(lambda s: s.sample_count >= 3)
         child.process.kill()
         child.process.wait(60)
-    (found,) = open_node(tmp_path / "t")
-    assert found.sample_count >= 3
-    assert found.end is None
+    (segment,) = open_node(tmp_path / "t")
+    assert segment.sample_count >= 3
+    assert segment.end is None
 
 
 def test_two_agents_have_separate_segments(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -222,10 +222,9 @@ def test_two_agents_have_separate_segments(nvml_stub: Stub, tmp_path: Path) -> N
 
 def test_unwritable_folder_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("a file in place of a folder")
     with sampling(tmp_path / "file" / "t", nvml_stub.environ()) as child:
-        first = child.ready
-        events = [first, child.event()]
+        events = [child.ready, child.event()]
         (failed,) = (e for e in events if e["event"] == "telemetry_failed")
         (ready,) = (e for e in events if e["event"] == "ready")
         assert "cannot write the samples, kept in memory" in failed["reason"]
@@ -251,41 +250,46 @@ def test_exception_in_thread_is_event_and_reason(tmp_path: Path, monkeypatch: py
     assert open_node(tmp_path)[-1].failure == fields["reason"]
 
 
-class Broken:
-    """An observer that fails at once."""
+class FailingObserver:
+    """An observer that always fails."""
 
     def watch_errors(self, uuids: object) -> None:
-        raise ValueError("deaf")
+        raise ValueError("in watch_errors")
 
     def observe(self, snapshot: Snapshot) -> None:
-        raise ValueError("blind")
+        raise ValueError("in observe")
 
     def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
-        raise ValueError("numb")
+        raise ValueError("in record_error")
 
 
-class Keeps(Broken):
+class RecordingObserver(FailingObserver):
     def __init__(self) -> None:
-        self.seen: list[Snapshot] = []
+        self.snapshots: list[Snapshot] = []
 
     def watch_errors(self, uuids: object) -> None: ...
 
     def observe(self, snapshot: Snapshot) -> None:
-        self.seen.append(snapshot)
+        self.snapshots.append(snapshot)
 
 
 def test_failing_observer_is_removed(tmp_path: Path) -> None:
     events: EventLog = []
-    keeps = Keeps()
+    recorder = RecordingObserver()
     sampler = Sampler(
-        tmp_path, "n", {}, 0.02, lambda name, **fields: events.append((name, fields)), observers=[Broken(), keeps]
+        tmp_path,
+        "n",
+        {},
+        0.02,
+        lambda name, **fields: events.append((name, fields)),
+        observers=[FailingObserver(), recorder],
     )
     sampler.start()
-    assert clock.wait_until(lambda: len(keeps.seen) >= 3, 60, 0.01)
+    assert clock.wait_until(lambda: len(recorder.snapshots) >= 3, 60, 0.01)
     assert sampler.stop(60)
-    assert events == [("telemetry_failed", {"node": "n", "reason": "Broken disabled: ValueError: blind"})]
-    assert keeps.seen[0].values is not keeps.seen[1].values
-    assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
+    assert events == [("telemetry_failed", {"node": "n", "reason": "FailingObserver disabled: ValueError: in observe"})]
+    assert recorder.snapshots[0].values is not recorder.snapshots[1].values
+    assert recorder.snapshots[-1].values["host.memory_used_bytes"] > 0
 
 
 def test_stop_without_start(tmp_path: Path) -> None:
@@ -294,14 +298,14 @@ def test_stop_without_start(tmp_path: Path) -> None:
 
 def test_node_with_fewer_ranks_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _ONE_RANK, str(tmp_path)],
         env=nvml_stub.environ(),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout) == [[2], []]
+    assert json.loads(result.stdout) == [[2], []]
 
 
 _ONE_RANK = """

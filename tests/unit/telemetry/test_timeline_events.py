@@ -33,20 +33,22 @@ def test_memory_error_is_not_xid() -> None:
     assert (mark.kind, mark.text) == ("ecc", "uncorrected memory error on GPU 1 of n1")
 
 
-def test_interval_starts_at_its_begin() -> None:
-    saved = single_mark([event("checkpoint", t=110.0, t_begin=104.0, step=5, save_s=6.0, stall_s=0.5, reason="stop")])
-    assert (saved.t, saved.end, saved.text) == (104.0, 110.0, "checkpoint of step 5 (stop)")
+def test_interval_mark_covers_its_duration() -> None:
+    checkpoint = single_mark(
+        [event("checkpoint", t=110.0, t_begin=104.0, step=5, save_s=6.0, stall_s=0.5, reason="stop")]
+    )
+    assert (checkpoint.t, checkpoint.end, checkpoint.text) == (104.0, 110.0, "checkpoint of step 5 (stop)")
     older = single_mark([event("evaluation", t=110.0, step=5, eval_s=4.0)])
     assert (older.t, older.end) == (106.0, 110.0)
 
 
 def test_every_mark_has_lane_and_sign() -> None:
     marks = (timeline_events.timeline_from_events([event(name, step=1)]) for name in event_types.EVENTS)
-    kinds = {"xid", *(mark.kind for found in marks for mark in found)}
-    laned = {kind for _, lane_kinds in charts._LANES.values() for kind in lane_kinds}
-    assert kinds <= laned
+    kinds = {"xid", *(mark.kind for group in marks for mark in group)}
+    kinds_with_lane = {kind for _, lane_kinds in charts._LANES.values() for kind in lane_kinds}
+    assert kinds <= kinds_with_lane
     assert kinds <= timeline._EVENT_STYLES.keys()
-    assert laned <= kinds
+    assert kinds_with_lane <= kinds
     signs = [k.sign for k in timeline._EVENT_STYLES.values()]
     assert len(set(signs)) == len(signs)
 
@@ -69,7 +71,7 @@ def test_duplicate_marks_are_dropped() -> None:
         event("signal", t=7.0, source="signal:SIGTERM"),
         event("signal", t=7.4, source="batch"),
     ]
-    found = timeline_events.timeline_from_events(log)
-    assert [m.kind for m in found] == ["xid", "alert", "signal"]
-    assert found[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
-    assert found[2].text == "stop requested (signal:SIGTERM)"
+    marks = timeline_events.timeline_from_events(log)
+    assert [m.kind for m in marks] == ["xid", "alert", "signal"]
+    assert marks[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
+    assert marks[2].text == "stop requested (signal:SIGTERM)"

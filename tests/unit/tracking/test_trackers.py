@@ -25,7 +25,7 @@ from clustertrain.tracking.tracker import Tracker, TrackerState, TrackerUploader
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
 
-# SQLAlchemy 2.1 deprecates what MLflow 3.17 uses.
+# MLflow 3.17 uses a loader that SQLAlchemy 2.1 deprecates.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:The ``noload`` loader")]
 ALL = ("tensorboard", "wandb", "mlflow")
 READ: dict[str, Callable[..., reading_back.Points]] = {
@@ -65,8 +65,8 @@ def preinstalled_database(request: pytest.FixtureRequest, tmp_path: Path) -> Non
             shutil.copy(request.getfixturevalue("empty_database"), path)
 
 
-def make_tracked_run(folder: Path, to: str, **more: Any) -> RunDir:
-    return make(folder, tracking={"trackers": [to], **more}, contract={"task": "words", "target": "research"})
+def make_tracked_run(folder: Path, name: str, **tracking: Any) -> RunDir:
+    return make(folder, tracking={"trackers": [name], **tracking}, contract={"task": "words", "target": "research"})
 
 
 def build_tracker(run: RunDir, name: str, attempt: int = 1) -> Tracker:
@@ -131,14 +131,14 @@ def test_kill_at_any_point_loses_and_duplicates_nothing(
     monkeypatch.setattr(TrackerState, "write", write_and_die)
     for num_writes in range(-1, 8):
         remaining = num_writes
-        one = build_tracker(run, name)
+        killed_tracker = build_tracker(run, name)
         try:
-            follower = RowFollower(run, one.open())
+            follower = RowFollower(run, killed_tracker.open())
             while rows := follower.read(6):
-                one.log_rows(rows)
+                killed_tracker.log_rows(rows)
         except Killed:
             pass
-        one.abandon()
+        killed_tracker.abandon()
     monkeypatch.undo()
     assert upload(run, name) == []
     assert READ[name](run) == [(s, loss(s)) for s in range(1, 41)]
@@ -200,7 +200,7 @@ def test_tensorboard_is_rewritten_if_a_part_is_missing(tmp_path: Path, missing: 
     upload(run, "tensorboard")
     for file in (run.tracking / ("state" if missing == "state" else "tensorboard")).iterdir():
         file.unlink()
-    foreign = run.tracking / "tensorboard" / "events.out.tfevents.1.of-somebody"
+    foreign = run.tracking / "tensorboard" / "events.out.tfevents.1.of-another-program"
     foreign.write_bytes(b"")
     assert upload(run, "tensorboard") == []
     assert reading_back.tensorboard(run) == [(s, loss(s)) for s in range(1, 6)] and foreign.exists()
@@ -284,8 +284,8 @@ def test_trackers_do_not_import_torch(tmp_path: Path) -> None:
         f"for name in {ALL}: registry.build_tracker(name, run, run_facts.load_run_metadata(run, 0))\n"
         "print({'torch', 'tensorflow'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    result = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
 
 
 def test_unreachable_mlflow_server_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +341,7 @@ class FlakyTracker:
 @pytest.mark.parametrize(
     ("failures", "num_errors"),
     [((False, True), 0), ((False, True, False, True), 0), ((False, True, True), 1), ((True,), 0), ((True, True), 1)],
+    ids=["once", "twice with success between", "twice in a row", "at the first call", "at the first two calls"],
 )
 def test_broken_tracker_is_reopened_once_before_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: tuple[bool, ...], num_errors: int

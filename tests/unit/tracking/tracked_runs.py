@@ -21,8 +21,8 @@ def make(
 ) -> RunDir:
     """Create a run without attempts; ``recipe`` holds the tables of its recipe."""
     run = RunDir(folder / run_id)
-    for inner in ("attempts", "events", "metrics", "checkpoints"):
-        (run.path / inner).mkdir(parents=True)
+    for subfolder in ("attempts", "events", "metrics", "checkpoints"):
+        (run.path / subfolder).mkdir(parents=True)
     job = JobSpec(name="lm", backend="local")
     spec = RunSpec(job=job, recipe=build(recipe, Recipe, "test"), script=script)
     run.spec.write_text(format_spec(spec))
@@ -30,7 +30,7 @@ def make(
     return run
 
 
-def write(run: RunDir, attempt: int, first: int, last: int, **more: Any) -> None:
+def write(run: RunDir, attempt: int, first: int, last: int, **values: Any) -> None:
     """Append rows of the steps ``first`` to ``last`` to the attempt."""
     folder = run.attempt(attempt)
     for path in (folder.events, folder.logs):
@@ -38,7 +38,7 @@ def write(run: RunDir, attempt: int, first: int, last: int, **more: Any) -> None
     fsio.write_json(folder.record, {"job_id": f"77{attempt}"})
     with run.metrics_path(attempt).open("a") as f:
         for step in range(first, last + 1):
-            f.write(json.dumps(row(step, attempt) | more) + "\n")
+            f.write(json.dumps(row(step, attempt) | values) + "\n")
 
 
 def row(step: int, attempt: int = 1) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from clustertrain import fsio
-from tests.fakes.slurm.said import said as recorded
+from tests.fakes.slurm.recorded import read_answer
 from tests.harness.fuzz.inputs.commands import RUN
 from tests.harness.fuzz.inputs.damage import bytes_changed, change
 from tests.harness.fuzz.inputs.text import arguments, numbers, words
@@ -65,7 +65,7 @@ def _sacct() -> SearchStrategy[bytes]:
 
 
 def answers() -> SearchStrategy[tuple[dict[str, bytes], bytes, int, tuple[str, ...]]]:
-    damaged = {name: st.builds(change, st.just(recorded(of).encode()), bytes_changed()) for name, of in SITE.items()}
+    damaged = {name: st.builds(change, st.just(read_answer(of).encode()), bytes_changed()) for name, of in SITE.items()}
     of_site = st.fixed_dictionaries({}, optional=damaged)
     of_jobs = st.fixed_dictionaries({"squeue": _squeue(), "sacct": _sacct()})
     said = st.builds(lambda a, b: {**a, **b}, of_site, of_jobs)

@@ -36,13 +36,13 @@ def round_trip(value: Any) -> Any:
         (),
     ],
 )
-def test_plain_data_comes_back_as_it_was(value: Any) -> None:
-    back = round_trip(value)
-    assert back == value
-    assert type(back) is type(value)
+def test_plain_data_round_trips(value: Any) -> None:
+    decoded = round_trip(value)
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
-def test_tensors_are_named_by_their_place() -> None:
+def test_tensors_are_named_by_their_path() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {"a": [torch.ones(2), 1], "b": {"c": torch.zeros(())}}
     encoded = json_tree.encode(value, "ema", tensors)
@@ -51,14 +51,14 @@ def test_tensors_are_named_by_their_place() -> None:
     assert json_tree.decode(encoded, tensors.__getitem__)["a"][0] is tensors["ema/a/0"]
 
 
-def test_arrays_keep_type_shape_and_bits() -> None:
+def test_arrays_keep_dtype_shape_and_bits() -> None:
     state = np.random.RandomState(3).get_state(legacy=False)
-    back = round_trip(state)
-    assert back["state"]["key"].dtype == np.uint32
-    assert np.array_equal(back["state"]["key"], state["state"]["key"])
+    decoded = round_trip(state)
+    assert decoded["state"]["key"].dtype == np.uint32
+    assert np.array_equal(decoded["state"]["key"], state["state"]["key"])
     assert round_trip(np.float64(0.1)) == 0.1
 
 
-def test_what_would_need_pickle_is_refused_by_its_place() -> None:
+def test_value_that_needs_pickle_is_refused_with_its_path() -> None:
     with pytest.raises(CheckpointError, match=r"scheduler/fn: a function cannot be put in a checkpoint"):
         json_tree.encode({"fn": round_trip}, "scheduler", {})

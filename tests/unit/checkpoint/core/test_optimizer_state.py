@@ -1,4 +1,4 @@
-"""The state of every optimizer goes into a checkpoint and comes back, through every engine."""
+"""Every optimizer saves and restores its state through every engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.train.single_process import ALONE, single_process_group
 
 pytestmark = pytest.mark.long
 
-NESTED = ("muon", "soap", "adamw8bit")  # a pair, lists of matrices, codes with their scales
+NESTED = ("muon", "soap", "adamw8bit")  # a pair of optimizers, lists of matrices, codes with their scales
 CASES = [(n, "raw") for n in registry.OPTIMIZERS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
 
 
@@ -50,25 +50,25 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def made(name: str, *, zero1: bool = False) -> dict[str, Any]:
+def make_state(name: str, *, zero1: bool = False) -> dict[str, Any]:
     torch.manual_seed(3)
     model, spec = Net(), OptimSpec(name=name, lr=0.01)  # type: ignore[arg-type]
     options = registry.build_options(spec, is_text=True, device=torch.device("cpu"))
     groups = ProcessGroups(init_device_mesh("cpu", (1,)) if zero1 else None, None, None, None)
     context = dataclasses.replace(ALONE, layout=Layout(strategy="zero1")) if zero1 else ALONE
-    known = build_param_table(model)
+    param_table = build_param_table(model)
     optimizer = build.build_optimizer(
-        name, None, options, model=model, param_table=known, context=context, groups=groups
+        name, None, options, model=model, param_table=param_table, context=context, groups=groups
     )
     return {"model": model, "optimizer": optimizer}
 
 
-def train(state: dict[str, Any], first: int, last: int, thaw: int = 0) -> None:
-    """Before step ``thaw`` the first layer is frozen, as ``TrainStep`` freezes it."""
+def train(state: dict[str, Any], first: int, last: int, unfreeze_step: int = 0) -> None:
+    """Train steps ``first`` to ``last - 1``, with the first layer frozen until ``unfreeze_step``."""
     for step in range(first, last):
         torch.manual_seed(100 + step)
         state["model"](torch.randn(4, 8)).square().mean().backward()
-        if step < thaw:
+        if step < unfreeze_step:
             state["model"].layers[0].zero_grad()
         state["optimizer"].step()
         state["optimizer"].zero_grad()
@@ -80,57 +80,57 @@ def manager(root: Path, engine: str) -> CheckpointManager:
     )
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torchsnapshot's own imports
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by torchsnapshot's imports
 @pytest.mark.parametrize(("name", "engine"), CASES)
-def test_it_goes_on_bit_by_bit(name: str, engine: str, tmp_path: Path) -> None:
-    saved = made(name)
+def test_training_resumes_bit_by_bit(name: str, engine: str, tmp_path: Path) -> None:
+    saved = make_state(name)
     train(saved, 0, 3)
     assert manager(tmp_path, engine).save(3, saved, {}) is not None
     train(saved, 3, 5)
-    back = made(name)
-    restored = manager(tmp_path, engine).restore(back)
+    resumed = make_state(name)
+    restored = manager(tmp_path, engine).restore(resumed)
     assert restored is not None and restored.step == 3
-    train(back, 3, 5)
-    for (n, a), b in zip(saved["model"].named_parameters(), back["model"].parameters(), strict=True):
+    train(resumed, 3, 5)
+    for (n, a), b in zip(saved["model"].named_parameters(), resumed["model"].parameters(), strict=True):
         assert torch.equal(a, b), n
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own import
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch's import
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("zero1", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
-def test_a_layer_that_has_no_state_yet_goes_on_too(name: str, zero1: bool, tmp_path: Path) -> None:
-    whole, saved, back = (made(name, zero1=zero1) for _ in range(3))
-    train(whole, 0, 5, thaw=3)
-    train(saved, 0, 2, thaw=3)
+def test_frozen_layer_without_state_resumes(name: str, zero1: bool, tmp_path: Path) -> None:
+    uninterrupted, saved, resumed = (make_state(name, zero1=zero1) for _ in range(3))
+    train(uninterrupted, 0, 5, unfreeze_step=3)
+    train(saved, 0, 2, unfreeze_step=3)
     assert manager(tmp_path, "raw").save(2, saved, {}) is not None
-    assert manager(tmp_path, "raw").restore(back) is not None
-    frozen = {id(p) for p in back["model"].layers[0].parameters()}
-    kept = inner_optimizers(back["optimizer"])
-    with_state = {id(one.model_param(p)) for one in kept for p in one.params if p in one.optimizer.state}
+    assert manager(tmp_path, "raw").restore(resumed) is not None
+    frozen = {id(p) for p in resumed["model"].layers[0].parameters()}
+    optimizers = inner_optimizers(resumed["optimizer"])
+    with_state = {id(one.model_param(p)) for one in optimizers for p in one.params if p in one.optimizer.state}
     assert with_state and not with_state & frozen
-    train(back, 2, 5, thaw=3)
-    for (n, a), b in zip(whole["model"].named_parameters(), back["model"].parameters(), strict=True):
+    train(resumed, 2, 5, unfreeze_step=3)
+    for (n, a), b in zip(uninterrupted["model"].named_parameters(), resumed["model"].parameters(), strict=True):
         assert torch.equal(a, b), n
-    fresh = made(name, zero1=zero1)["model"].layers[0].weight
-    assert not torch.equal(back["model"].layers[0].weight, fresh)
+    fresh = make_state(name, zero1=zero1)["model"].layers[0].weight
+    assert not torch.equal(resumed["model"].layers[0].weight, fresh)
 
 
 @pytest.mark.parametrize("name", ["muon", "lamb"])
-def test_it_comes_back_before_the_first_step_too(name: str, tmp_path: Path) -> None:
-    saved, back = made(name), made(name)
+def test_restore_before_first_step(name: str, tmp_path: Path) -> None:
+    saved, restored = make_state(name), make_state(name)
     assert manager(tmp_path, "raw").save(0, saved, {}) is not None
-    assert manager(tmp_path, "raw").restore(back) is not None
-    for state in (saved, back):
+    assert manager(tmp_path, "raw").restore(restored) is not None
+    for state in (saved, restored):
         train(state, 0, 2)
-    for a, b in zip(saved["model"].parameters(), back["model"].parameters(), strict=True):
+    for a, b in zip(saved["model"].parameters(), restored["model"].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_the_state_of_another_optimizer_is_not_taken(tmp_path: Path) -> None:
-    saved = made("adamw")
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    saved = make_state("adamw")
     train(saved, 0, 1)
     assert manager(tmp_path, "raw").save(1, saved, {}) is not None
-    with pytest.raises(CheckpointError, match="is lamb, but the state of adamw was saved") as caught:
-        manager(tmp_path, "raw").restore(made("lamb"))
-    assert "optim.name" in caught.value.fix
+    with pytest.raises(CheckpointError, match="is lamb, but the state of adamw was saved") as error:
+        manager(tmp_path, "raw").restore(make_state("lamb"))
+    assert "optim.name" in error.value.fix

@@ -1,4 +1,4 @@
-"""What is no tensor comes back from a real save as it was."""
+"""State other than tensors round-trips through a real save, and errors in it are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Count(int):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_numbers_that_json_lacks(tmp_path: Path, async_save: bool) -> None:
+def test_values_beyond_json_round_trip(tmp_path: Path, async_save: bool) -> None:
     saved: dict[str, Any] = {
         "best": math.inf,
         "worst": -math.inf,
@@ -46,39 +46,39 @@ def test_numbers_that_json_lacks(tmp_path: Path, async_save: bool) -> None:
     )
     manager.save(1, {"state": saved}, wait=True)
     manager.close()
-    found: dict[str, Any] = {"state": None}
+    restored_state: dict[str, Any] = {"state": None}
     assert CheckpointManager(
         tmp_path / "c", Ranks(), CheckpointConfig(attempt="2", layout={}, async_save=False)
-    ).restore(found)
-    got = found["state"]
-    assert math.isnan(got.pop("none")) and math.isnan(saved.pop("none"))
-    assert got == saved
-    assert got["flag"] is True
+    ).restore(restored_state)
+    values = restored_state["state"]
+    assert math.isnan(values.pop("none")) and math.isnan(saved.pop("none"))
+    assert values == saved
+    assert values["flag"] is True
 
 
-def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None:
-    def made() -> dict[str, Any]:
+def test_scheduler_saved_before_first_step_resumes(tmp_path: Path) -> None:
+    def make_state() -> dict[str, Any]:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
-    manager.save(1, made())
-    restored = made()
+    manager.save(1, make_state())
+    restored = make_state()
     manager.restore(restored)
     restored["scheduler"].step(1.0)
     assert restored["scheduler"].best == 1.0
 
 
-def test_text_that_is_none_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_invalid_unicode_is_refused_with_its_path(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     with pytest.raises(CheckpointError, match=r"state note: the text .* is not valid Unicode"):
         manager.save(1, {"note": "\ud800"})
 
 
-def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
-    """The writer dies between its done-file and its word of it: rank 0 may be reading by then."""
+def test_finished_part_is_not_written_again(tmp_path: Path) -> None:
+    """The writer dies after its done file but before reporting it: rank 0 may already be reading the part."""
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))
     os.environ[settings.FAULT_AT] = "after_part_done_marker:0:1:KILL"
     try:
@@ -93,7 +93,7 @@ def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
     assert "rank-0.bin" in manifest.files
 
 
-def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Path) -> None:
+def test_missing_marker_counts_as_damage(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     for step in (3, 6):
         manager.save(step, {"x": torch.ones(5)})
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Pat
         manager.restore({"x": torch.zeros(5)})
 
 
-def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> None:
+def test_manifest_without_its_data_is_damaged(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     saved = manager.save(3, {"x": torch.ones(5)})
     assert saved is not None
@@ -120,7 +120,7 @@ def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> 
         )
 
 
-def test_what_cannot_be_sent_is_a_failure_and_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencodable_job_fails_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: WriterClient, *args: Any) -> None:
         raise TypeError("cannot be encoded")
 
@@ -130,15 +130,18 @@ def test_what_cannot_be_sent_is_a_failure_and_no_wait(tmp_path: Path, monkeypatc
         manager.save(3, {"x": torch.ones(5)}, wait=True)
 
 
-def test_free_memory_is_shared_out_among_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_divided_among_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from clustertrain.checkpoint.core.state_dict import to_local_shard
     from clustertrain.checkpoint.save import staging
 
     monkeypatch.setattr(staging, "available_memory", lambda: 10_000_000)
     state = [to_local_shard("a", "other", torch.zeros(750_000))]
-    alone, one_of_four = StagingBuffer(tmp_path, torch.device("cpu")), StagingBuffer(tmp_path, torch.device("cpu"), 4)
-    alone.stage(state)
+    only_buffer, one_of_four = (
+        StagingBuffer(tmp_path, torch.device("cpu")),
+        StagingBuffer(tmp_path, torch.device("cpu"), 4),
+    )
+    only_buffer.stage(state)
     one_of_four.stage(state)
-    assert (alone.in_memory, one_of_four.in_memory) == (True, False)
-    alone.close()
+    assert (only_buffer.in_memory, one_of_four.in_memory) == (True, False)
+    only_buffer.close()
     one_of_four.close()

@@ -1,4 +1,4 @@
-"""Files past the page cache: the bytes are the same, also where the file system does not do it."""
+"""Direct I/O writes and reads the same bytes as ordinary files, and falls back to them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CONTENT = random.Random(7).randbytes(SIZE)
 
 
 def memory(at: int) -> memoryview:
-    """The content, so many bytes from the beginning of a page."""
-    made = mmap.mmap(-1, SIZE + direct_io.ALIGN)
-    made[at : at + SIZE] = CONTENT
-    return memoryview(made)[at : at + SIZE]
+    """Return ``CONTENT`` at offset ``at`` from the start of a page."""
+    pages = mmap.mmap(-1, SIZE + direct_io.ALIGN)
+    pages[at : at + SIZE] = CONTENT
+    return memoryview(pages)[at : at + SIZE]
 
 
-def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What a file system does that knows nothing of it, when it is asked to open a file."""
+def without_direct_io(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``os.open`` as it behaves on a file system without O_DIRECT."""
 
     def open_(path: Path, flags: int, *args: Any) -> Any:
         if flags & os.O_DIRECT:
@@ -38,18 +38,20 @@ def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("at", [0, 512, 1])
 @pytest.mark.parametrize(
-    "pieces", [[SIZE], [direct_io.ALIGN, SIZE - direct_io.ALIGN], [2 * direct_io.ALIGN, direct_io.ALIGN, 123], [0]]
+    "pieces",
+    [[SIZE], [direct_io.ALIGN, SIZE - direct_io.ALIGN], [2 * direct_io.ALIGN, direct_io.ALIGN, 123], [0]],
+    ids=["one write", "aligned and rest", "aligned pieces", "empty"],
 )
-def test_what_is_written_is_there_wherever_it_lay(tmp_path: Path, at: int, pieces: list[int]) -> None:
-    data, done = memory(at), 0
+def test_write_from_any_memory_offset(tmp_path: Path, at: int, pieces: list[int]) -> None:
+    data, written = memory(at), 0
     with direct_io.open_for_write(tmp_path / "f") as file:
         for size in pieces:
-            file.write(data[done : done + size])
-            done += size
-    assert (tmp_path / "f").read_bytes() == CONTENT[:done]
+            file.write(data[written : written + size])
+            written += size
+    assert (tmp_path / "f").read_bytes() == CONTENT[:written]
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("old")
     with pytest.raises(FileExistsError), direct_io.open_for_write(tmp_path / "f"):
         pass
@@ -57,21 +59,21 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (1, 10), (511, 2), (direct_io.ALIGN - 1, 2), (SIZE - 1, 1)])
-def test_any_part_can_be_read(tmp_path: Path, offset: int, size: int) -> None:
+def test_read_of_any_range(tmp_path: Path, offset: int, size: int) -> None:
     (tmp_path / "f").write_bytes(CONTENT)
     with direct_io.open_for_read(tmp_path / "f") as fd:
         if fd is None:
-            pytest.skip(f"{tmp_path}: no direct reading there")
-        found = direct_io.read(fd, offset, size)
-        assert found is not None and bytes(found) == CONTENT[offset : offset + size]
-        beyond = direct_io.read(fd, offset, SIZE)
-        assert beyond is not None and bytes(beyond) == CONTENT[offset:]
-        nothing = direct_io.read(fd, SIZE + 5, 10)
-        assert nothing is not None and len(nothing) == 0
+            pytest.skip(f"{tmp_path}: the file system does not support O_DIRECT")
+        data = direct_io.read(fd, offset, size)
+        assert data is not None and bytes(data) == CONTENT[offset : offset + size]
+        rest = direct_io.read(fd, offset, SIZE)
+        assert rest is not None and bytes(rest) == CONTENT[offset:]
+        past_end = direct_io.read(fd, SIZE + 5, 10)
+        assert past_end is not None and len(past_end) == 0
 
 
-def test_a_file_system_that_refuses_gets_ordinary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "open", refusing(os.open))
+def test_file_system_without_direct_io_gets_ordinary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", without_direct_io(os.open))
     with direct_io.open_for_write(tmp_path / "f") as file:
         file.write(memory(0))
     assert (tmp_path / "f").read_bytes() == CONTENT
@@ -79,7 +81,7 @@ def test_a_file_system_that_refuses_gets_ordinary_files(tmp_path: Path, monkeypa
         assert fd is None
 
 
-def test_one_that_refuses_when_it_is_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_returns_none_if_direct_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def preadv(fd: int, into: list[memoryview], offset: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -89,7 +91,7 @@ def test_one_that_refuses_when_it_is_read_is_left_alone(tmp_path: Path, monkeypa
         assert direct_io.read(file.fileno(), 0, 10) is None
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

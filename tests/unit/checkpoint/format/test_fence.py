@@ -1,4 +1,4 @@
-"""Two attempts of one run at once: what the older one still does must not reach the newer one's checkpoints."""
+"""Two attempts of one run at once: the older one must not change the newer one's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint.core import fault_points as points_of_a_save
-from clustertrain.checkpoint.core import retention
+from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import folders
@@ -30,9 +29,9 @@ from tests.unit.checkpoint.saved import state_of
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.attempt(1).path.mkdir(parents=True)
-    return made
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.attempt(1).path.mkdir(parents=True)
+    return run_dir
 
 
 def manager_of(run: RunDir, attempt: int, *, async_save: bool = False, keep: int = 100) -> CheckpointManager:
@@ -50,7 +49,7 @@ def manager_of(run: RunDir, attempt: int, *, async_save: bool = False, keep: int
 
 
 def take_over(run: RunDir, attempt: int = 2) -> CheckpointManager:
-    """A newer attempt claims the run and restores."""
+    """Let a newer attempt claim the run and restore."""
     run.attempt(attempt).path.mkdir()
     newer = manager_of(run, attempt)
     newer.restore(state_of(0.0))
@@ -58,10 +57,10 @@ def take_over(run: RunDir, attempt: int = 2) -> CheckpointManager:
 
 
 def at(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], object]) -> None:
-    """Once, when a save comes to this point."""
-    left = [act]
+    """Call ``act`` once, when a save reaches ``point``."""
+    pending = [act]
     monkeypatch.setattr(
-        points_of_a_save, "fault_point", lambda name, _rank: left.pop()() if name == point and left else None
+        fault_points, "fault_point", lambda name, _rank: pending.pop()() if name == point and pending else None
     )
 
 
@@ -73,7 +72,7 @@ def markers(run: RunDir) -> dict[int, str | None]:
     return {index.parse_step(p) or 0: retention.read_marker(p) for p in index.list_checkpoint_folders(run.checkpoints)}
 
 
-def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
+def test_superseded_attempt_commits_nothing(run: RunDir) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0))
@@ -84,7 +83,7 @@ def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
     assert newer.save(10, state_of(3.0)) and names(run) == ["step-00000005", "step-00000010"]
 
 
-# From the first word of a save to the moment before its checkpoint has its name.
+# From the start of a save to just before the rename of its folder.
 POINTS = (
     "after_staging",
     "before_write",
@@ -96,9 +95,7 @@ POINTS = (
 
 
 @pytest.mark.parametrize("point", [*POINTS, "after_fence_check"])
-def test_a_claim_at_any_point_of_an_older_save_keeps_it_out(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_claim_at_any_point_stops_the_older_save(run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     at(monkeypatch, point, lambda: take_over(run))
@@ -107,21 +104,19 @@ def test_a_claim_at_any_point_of_an_older_save_keeps_it_out(
     assert names(run) == []
 
 
-def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothing(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_save_does_not_replace_newer_of_same_step(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     at(monkeypatch, "after_fence_check", lambda: take_over(run).save(5, state_of(2.0)))
     with pytest.raises(AttemptSuperseded):
         old.save(5, state_of(1.0))
     assert names(run) == ["step-00000005"]
-    found = state_of(0.0)
-    assert manager_of(run, 2).restore(found) and float(found["weights"][0]) == 2.0
+    restored = state_of(0.0)
+    assert manager_of(run, 2).restore(restored) and float(restored["weights"][0]) == 2.0
 
 
-def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped in the middle of a commit, as on a node that hangs, and goes on when a newer attempt is at it."""
+def test_writer_process_of_superseded_attempt_cannot_commit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops in the middle of a commit, as on a node that hangs, and continues after a newer attempt has saved."""
     monkeypatch.setenv(settings.FAULT_AT, "before_fence_check:0:1:STOP")
     old = manager_of(run, 1, async_save=True)
     old.restore(state_of(0.0))
@@ -133,37 +128,35 @@ def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytes
     monkeypatch.delenv(settings.FAULT_AT)
     newer = take_over(run)
     assert newer.save(5, state_of(2.0))
-    of_newer = markers(run)
+    newer_markers = markers(run)
     os.kill(process.pid, signal.SIGCONT)
     with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
         old.wait_for_saves()
     old.close()
-    assert markers(run) == of_newer and names(run) == ["step-00000005"]
+    assert markers(run) == newer_markers and names(run) == ["step-00000005"]
 
 
-def test_an_attempt_that_begins_late_does_not_restore(run: RunDir) -> None:
+def test_superseded_attempt_does_not_restore(run: RunDir) -> None:
     newer = take_over(run)
     assert newer.save(5, state_of(2.0))
-    under_way = folders.staging_folder_for(run.checkpoints, 10, "2", b"abcd")
-    folders.create_exclusive(under_way)
+    staging = folders.staging_folder_for(run.checkpoints, 10, "2", b"abcd")
+    folders.create_exclusive(staging)
     with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
         manager_of(run, 1).restore(state_of(0.0))
-    assert under_way.is_dir()
+    assert staging.is_dir()
 
 
-def test_a_sweep_leaves_what_a_newer_attempt_has_under_way(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the claim came just after the sweep had looked for one."""
-    mine, newer = (folders.staging_folder_for(run.checkpoints, 10, n, b"abcd") for n in ("1", "2"))
-    for folder in (mine, newer):
+def test_sweep_keeps_staging_folder_of_newer_attempt(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the claim came just after the sweep had looked for one."""
+    older, newer = (folders.staging_folder_for(run.checkpoints, 10, n, b"abcd") for n in ("1", "2"))
+    for folder in (older, newer):
         run.checkpoints.mkdir(exist_ok=True)
         folders.create_exclusive(folder)
     folders.sweep(run.checkpoints, Fence(run=str(run.path), attempt=1))
-    assert newer.is_dir() and not mine.exists()
+    assert newer.is_dir() and not older.exists()
 
 
-def test_retention_of_an_attempt_that_was_taken_over_deletes_nothing(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superseded_attempt_prunes_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     old = manager_of(run, 1, keep=1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
@@ -172,22 +165,20 @@ def test_retention_of_an_attempt_that_was_taken_over_deletes_nothing(
     assert names(run) == ["step-00000005", "step-00000010"]
 
 
-def test_a_checkpoint_is_not_deleted_in_the_place_of_another_one_of_its_step(run: RunDir) -> None:
+def test_deletion_spares_a_newer_save_of_the_step(run: RunDir) -> None:
     """The deletion was decided before a newer attempt saved the step again."""
     newer = take_over(run)
     newer.save(5, state_of(1.0))
     folder = index.step_folder(run.checkpoints, 5)
-    decided = retention.read_marker(folder)
+    marker = retention.read_marker(folder)
     newer.save(5, state_of(2.0))
-    retention.delete_checkpoint(folder, decided)
+    retention.delete_checkpoint(folder, marker)
     assert names(run) == ["step-00000005"]
     retention.delete_checkpoint(folder, retention.read_marker(folder))
     assert names(run) == []
 
 
-def test_a_roll_back_of_an_attempt_that_was_taken_over_condemns_nothing(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superseded_attempt_cannot_roll_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     for step in (5, 10):
@@ -200,18 +191,18 @@ def test_a_roll_back_of_an_attempt_that_was_taken_over_condemns_nothing(
     assert names(run) == ["step-00000005", "step-00000010"] and rollback.read_records(run.checkpoints) == []
 
 
-def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
+def test_superseded_attempt_commits_no_remote_copy(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
     at(monkeypatch, "before_remote_commit_marker", run.attempt(2).path.mkdir)
-    there = tmp_path / "there"
-    there.mkdir()
-    told: list[Any] = []
+    store = tmp_path / "store"
+    store.mkdir()
+    outcomes: list[Any] = []
     job = UploadJob(
-        url=f"file://{there}",
+        url=f"file://{store}",
         root=str(run.checkpoints),
         rank=0,
         world_size=1,
@@ -219,9 +210,9 @@ def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
         policy=RetentionPolicy(),
         fence=Fence(run=str(run.path), attempt=1),
     )
-    uploader = Uploader(job, told.append, lambda: None)
-    uploader._run()  # it ends by itself
-    assert not (there / "step-00000005" / "COMMITTED").exists() and told == []
+    uploader = Uploader(job, outcomes.append, lambda: None)
+    uploader._run()  # it ends on its own
+    assert not (store / "step-00000005" / "COMMITTED").exists() and outcomes == []
     (run.checkpoints / remote.ANNOUNCEMENT_FILE).unlink()
     uploader.announce_end()
     assert not (run.checkpoints / remote.ANNOUNCEMENT_FILE).exists()

@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs are read as those in folders are."""
+"""Checkpoints behind URLs are read like those in folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.checkpoint.saved import save
 
 
 def state(fill: float) -> dict[str, Any]:
-    # Of several blocks, so that a part of it is a range of the file.
+    # Several blocks, so that a part of the tensor is a range of the file.
     return {"a": torch.full((3, 700_001), fill), "b": torch.arange(5), "none": torch.zeros(0)}
 
 
@@ -36,8 +36,8 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def behind(root: Path, protocol: str) -> RemoteFolder:
-    """The same checkpoints behind a URL."""
+def open_remote(root: Path, protocol: str) -> RemoteFolder:
+    """Return the checkpoints of ``root`` behind a URL."""
     if protocol == "file":
         return RemoteFolder(f"file://{root}/")
     memory = fsspec.filesystem("memory")
@@ -47,34 +47,37 @@ def behind(root: Path, protocol: str) -> RemoteFolder:
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])
-def test_offline_functions_say_the_same_of_a_url(root: Path, protocol: str) -> None:
-    there = behind(root, protocol)
-    assert [p.name for p in index.list_checkpoint_folders(there)] == ["step-00000003", "step-00000006"]
-    assert str(inspect.find_checkpoint(there)) == f"{there}/step-00000006"
-    assert inspect.digest(inspect.find_checkpoint(there, 3)) == inspect.digest(inspect.find_checkpoint(root, 3))
-    rows, here = inspect.list_checkpoints(there, verify=True), inspect.list_checkpoints(root, verify=True)
-    assert [r.pop("path") for r in rows] == [f"{there}/step-{s:08d}" for s in (3, 6)]
-    assert rows == [{k: v for k, v in r.items() if k != "path"} for r in here]
+def test_offline_functions_agree_for_url_and_folder(root: Path, protocol: str) -> None:
+    remote_root = open_remote(root, protocol)
+    assert [p.name for p in index.list_checkpoint_folders(remote_root)] == ["step-00000003", "step-00000006"]
+    assert str(inspect.find_checkpoint(remote_root)) == f"{remote_root}/step-00000006"
+    assert inspect.digest(inspect.find_checkpoint(remote_root, 3)) == inspect.digest(inspect.find_checkpoint(root, 3))
+    remote_rows, local_rows = (
+        inspect.list_checkpoints(remote_root, verify=True),
+        inspect.list_checkpoints(root, verify=True),
+    )
+    assert [r.pop("path") for r in remote_rows] == [f"{remote_root}/step-{s:08d}" for s in (3, 6)]
+    assert remote_rows == [{k: v for k, v in r.items() if k != "path"} for r in local_rows]
     with pytest.raises(NotFound, match="no committed checkpoint of step 5; existing steps: 3, 6"):
-        inspect.find_checkpoint(there, 5)
+        inspect.find_checkpoint(remote_root, 5)
     with pytest.raises(NotFound, match="existing steps: none"):
-        inspect.find_checkpoint(RemoteFolder(f"{there}/nothing"))
+        inspect.find_checkpoint(RemoteFolder(f"{remote_root}/nothing"))
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])
-def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
-    folder = inspect.find_checkpoint(behind(root, protocol))
-    new = state(0.0)
+def test_tensors_are_read_by_range(root: Path, protocol: str) -> None:
+    folder = inspect.find_checkpoint(open_remote(root, protocol))
+    loaded = state(0.0)
     reader = CheckpointReader(folder, index.read_manifest(folder))
-    finish = reader.load(new)
+    finish = reader.load(loaded)
     reader.complete()
     finish()
     reader.close()
-    assert all(torch.equal(new[k], v) for k, v in state(6.0).items())
+    assert all(torch.equal(loaded[k], v) for k, v in state(6.0).items())
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "reason"),
     [
         (lambda f: _flip(f / "rank-0.bin"), "rank-0.bin: checksum of bytes 0 to 4194304 differs"),
         (lambda f: (f / "rank-0.bin").write_bytes(b"1234"), "rank-0.bin: has 4 bytes, "),
@@ -84,14 +87,14 @@ def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
         (lambda f: (f / "COMMITTED").unlink(), "COMMITTED is missing"),
     ],
 )
-def test_damage_there_is_seen(root: Path, damage: Any, said: str) -> None:
-    there = behind(root, "file")
+def test_damage_behind_url_is_found(root: Path, damage: Any, reason: str) -> None:
+    remote_root = open_remote(root, "file")
     damage(root / "step-00000006")
     with pytest.raises(DamagedCheckpoint) as e:
-        inspect.verify(index.step_folder(there, 6))
-    assert f"{there}/step-00000006" in e.value.message
-    assert said in e.value.message
-    assert said in inspect.find_damage(index.step_folder(there, 6))[0]
+        inspect.verify(index.step_folder(remote_root, 6))
+    assert f"{remote_root}/step-00000006" in e.value.message
+    assert reason in e.value.message
+    assert reason in inspect.find_damage(index.step_folder(remote_root, 6))[0]
 
 
 def _flip(path: Path) -> None:
@@ -101,11 +104,11 @@ def _flip(path: Path) -> None:
 
 
 class NoCredentialsError(Exception):
-    """As botocore's, which is no OSError either."""
+    """Stand-in for botocore's, which is not an OSError either."""
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "reason"),
     [
         (NoCredentialsError("Unable to locate credentials"), "access denied: NoCredentialsError: Unable to locate"),
         (PermissionError("Forbidden"), "access denied: Forbidden (the job needs credentials"),
@@ -113,10 +116,10 @@ class NoCredentialsError(Exception):
         (OSError(errno.ESTALE, "Stale file handle"), "Stale file handle"),
     ],
 )
-def test_what_a_library_raises_becomes_a_clear_sentence_and_no_damage(
-    root: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, said: str
+def test_library_error_becomes_storage_error_not_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, reason: str
 ) -> None:
-    folder = index.step_folder(behind(root, "file"), 6)
+    folder = index.step_folder(open_remote(root, "file"), 6)
     monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
 
     def fail(*args: Any, **kw: Any) -> bytes:
@@ -125,25 +128,25 @@ def test_what_a_library_raises_becomes_a_clear_sentence_and_no_damage(
     monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
     with pytest.raises(StorageError) as e:
         inspect.verify(folder)
-    assert e.value.message.startswith(f"{folder}/COMMITTED: {said}")
+    assert e.value.message.startswith(f"{folder}/COMMITTED: {reason}")
 
 
-def test_a_moment_without_the_store_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = index.step_folder(behind(root, "file"), 6)
+def test_transient_store_error_is_retried(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = index.step_folder(open_remote(root, "file"), 6)
     monkeypatch.setattr(storage_errors, "RETRY_INTERVAL_S", 0.01)
     original, failures = LocalFileSystem.cat_file, [RuntimeError("slow down"), RuntimeError("slow down")]
 
-    def sometimes(*args: Any, **kw: Any) -> Any:
+    def fail_twice(*args: Any, **kw: Any) -> Any:
         if failures:
             raise failures.pop()
         return original(*args, **kw)
 
-    monkeypatch.setattr(LocalFileSystem, "cat_file", sometimes)
+    monkeypatch.setattr(LocalFileSystem, "cat_file", fail_twice)
     inspect.verify(folder)
     assert failures == []
 
 
-def test_what_is_written_is_read_and_goes(tmp_path: Path) -> None:
+def test_write_read_and_delete(tmp_path: Path) -> None:
     file = RemoteFolder(f"file://{tmp_path}") / "run" / "step-00000001" / "a"
     file.write_bytes(b"first")
     file.write_bytes(b"second")
@@ -158,24 +161,24 @@ def test_what_is_written_is_read_and_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "hidden", "said", "fix"),
+    ("url", "hidden", "reason", "fix"),
     [
         ("s3://bucket/x", "s3fs", "the package for s3:// is not installed", "clustertrain[object-storage]"),
         ("s3://bucket/x", "fsspec", "needs the package fsspec", "pip install 'clustertrain[object-storage]'"),
         ("s4://bucket/x", "", "fsspec does not know the protocol s4://", "s3://bucket/prefix"),
     ],
 )
-def test_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, url: str, hidden: str, said: str, fix: str
+def test_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, hidden: str, reason: str, fix: str
 ) -> None:
     if hidden:
         monkeypatch.setitem(sys.modules, hidden, None)
     with pytest.raises(ConfigError) as e:
         RemoteFolder(url)
-    assert said in e.value.message
+    assert reason in e.value.message
     assert fix in str(e.value.fix)
 
 
-def test_a_path_needs_no_package(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_local_path_needs_no_package(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     assert inspect.verify(inspect.find_checkpoint(root)).step == 6

@@ -1,4 +1,4 @@
-"""A checkpoint that a stranger has written: nothing in it is ever unpickled, whatever file holds the pickle."""
+"""A checkpoint from an untrusted source: nothing in it is ever unpickled, whichever file holds the pickle."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from clustertrain.errors import CheckpointError, ClusterTrainError
 
 
 class Bomb:
+    """An object whose unpickling creates a folder."""
+
     def __init__(self, at: Path) -> None:
         self._at = at
 
@@ -43,21 +45,21 @@ def restore(root: Path) -> object:
     return reader.restore({"model": torch.nn.Linear(3, 3), "note": ""})
 
 
-def read_in_every_way(root: Path, folder: Path) -> None:
-    ways: list[Callable[[], object]] = [
+def read_with_every_reader(root: Path, folder: Path) -> None:
+    readers: list[Callable[[], object]] = [
         lambda: inspect.list_checkpoints(root, verify=True),
         lambda: inspect.verify(folder),
         lambda: inspect.digest(folder),
         lambda: diff.compare_checkpoints(folder, folder),
         lambda: restore(root),
     ]
-    for way in ways:
+    for read in readers:
         with suppress(ClusterTrainError):
-            way()
+            read()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path: Path, engine: str) -> None:
+def test_pickle_in_place_of_any_file_is_never_run(tmp_path: Path, engine: str) -> None:
     names = sorted(
         str(p.relative_to(f)) for f in [make(tmp_path / "kept", engine)] for p in f.rglob("*") if p.is_file()
     )
@@ -67,12 +69,12 @@ def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path: Path, engine: str)
         folder = make(tmp_path / f"kept-{n}", engine)
         data = pickle.dumps(Bomb(exploded))
         (folder / name).write_bytes(data)
-        read_in_every_way(folder.parent, folder)
+        read_with_every_reader(folder.parent, folder)
         assert not exploded.exists(), name
 
 
-def test_an_index_with_the_right_checksums_and_wrong_names_gets_nowhere(tmp_path: Path) -> None:
-    """Whoever can write an index can give it a checksum. What it names must still be nothing to run or to fetch."""
+def test_manifest_with_foreign_names_is_refused(tmp_path: Path) -> None:
+    """Anyone can write a manifest with a valid checksum: it must not make a reader run code or read other files."""
     folder = make(tmp_path / "kept", "raw")
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 1000)

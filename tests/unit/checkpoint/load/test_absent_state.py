@@ -1,4 +1,4 @@
-"""A checkpoint without something that a run has now, and a way back in one process."""
+"""Restore of a checkpoint that lacks a state the run has now, and a roll-back in the same process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from clustertrain.train.stability.step_guard import StepGuard
 from tests.unit.train.single_process import ALONE
 
 
-class Later:
-    """Has a state that older versions did not have."""
+class NewState:
+    """State that older versions did not have."""
 
     def __init__(self) -> None:
         self.init_fresh_state()
@@ -39,9 +39,9 @@ class Later:
         self.value = state["value"]
 
 
-def manager(root: Path, told: list[SaveResult]) -> CheckpointManager:
+def manager(root: Path, results: list[SaveResult]) -> CheckpointManager:
     return CheckpointManager(
-        root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False), on_commit=told.append
+        root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False), on_commit=results.append
     )
 
 
@@ -49,38 +49,40 @@ def state(value: float) -> dict[str, Any]:
     return {"weights": torch.full((3,), value)}
 
 
-def test_what_can_begin_anew_need_not_be_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    it = manager(tmp_path, [])
-    it.save(4, state(4.0), wait=True)
-    later = Later()
-    wanted = {**state(0.0), "later": later}
-    restored = it.restore(wanted)
-    assert restored is not None and wanted["weights"].tolist() == [4.0] * 3 and later.value == 1
+def test_state_that_can_start_fresh_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = manager(tmp_path, [])
+    checkpoints.save(4, state(4.0), wait=True)
+    later = NewState()
+    run_state = {**state(0.0), "later": later}
+    restored = checkpoints.restore(run_state)
+    assert restored is not None and run_state["weights"].tolist() == [4.0] * 3 and later.value == 1
     assert caplog.messages == [f"{tmp_path}/step-00000004: contains no state later, which starts fresh"]
     with pytest.raises(CheckpointError, match="contains no state other"):
-        it.restore({**wanted, "other": torch.zeros(1)})
+        checkpoints.restore({**run_state, "other": torch.zeros(1)})
     later.value = 7
-    it.save(5, {**state(5.0), "later": later}, wait=True)
+    checkpoints.save(5, {**state(5.0), "later": later}, wait=True)
     later.value = 8
-    it.restore(wanted)
+    checkpoints.restore(run_state)
     assert later.value == 7
-    it.roll_back(wanted, RollbackTarget(last_step=5, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
-    assert later.value == 1  # and not what it was on the way that does not count
-    it.close()
+    checkpoints.roll_back(
+        run_state, RollbackTarget(last_step=5, max_step=4, reason="a spike", excluded={}, max_rollbacks=1)
+    )
+    assert later.value == 1  # not its value from the discarded steps
+    checkpoints.close()
 
 
-def test_a_run_may_come_to_have_evaluations_stability_and_a_loss_scale(tmp_path: Path) -> None:
-    it = manager(tmp_path, [])
-    it.save(4, state(4.0), wait=True)
+def test_evaluation_stability_and_loss_scale_may_be_added(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, [])
+    checkpoints.save(4, state(4.0), wait=True)
     loss = [{"validation_loss": 2.0}, {"validation_loss": 3.0}]
     evaluations = EvaluationSchedule(lambda: loss.pop(0), every=4, early_stopping=EarlyStopping())
     watch = StabilityMonitor(torch.nn.Linear(1, 1), StepGuard(StabilitySpec(), torch.device("cpu")), ALONE)
     scale = LossScale()
     later = {"evaluations": evaluations, "stability": watch, "loss_scale": scale}
     before = deepcopy({name: value.state_dict() for name, value in later.items()})  # type: ignore[attr-defined]
-    wanted = {**state(0.0), **later}
-    it.restore(wanted)
-    assert evaluations.is_due(4, 8)  # with the model as it was saved
+    run_state = {**state(0.0), **later}
+    checkpoints.restore(run_state)
+    assert evaluations.is_due(4, 8)  # for the model as it was saved
     evaluations.run(4)
     scale.update(overflow=True)
     watch.load_state_dict({
@@ -88,30 +90,35 @@ def test_a_run_may_come_to_have_evaluations_stability_and_a_loss_scale(tmp_path:
         "supervisor": {"in_a_row": 1, "first": 4, "skipped": 1, "overflows": 1},
         "trail": [[5, {"data": [8, 16]}]],
     })  # fmt: skip
-    it.save(8, wanted, wait=True)
-    it.roll_back(wanted, RollbackTarget(last_step=8, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
+    checkpoints.save(8, run_state, wait=True)
+    checkpoints.roll_back(
+        run_state, RollbackTarget(last_step=8, max_step=4, reason="a spike", excluded={}, max_rollbacks=1)
+    )
     assert repr({name: value.state_dict() for name, value in later.items()}) == repr(before)  # type: ignore[attr-defined]
     assert evaluations.is_due(4, 8) and not evaluations.is_best(4)
-    it.close()
+    checkpoints.close()
 
 
-def test_the_way_back_and_the_same_steps_once_more(tmp_path: Path) -> None:
-    told: list[SaveResult] = []
-    it = manager(tmp_path, told)
+def test_roll_back_and_repeat_steps(tmp_path: Path) -> None:
+    results: list[SaveResult] = []
+    checkpoints = manager(tmp_path, results)
     for step in (2, 4, 6):
-        it.save(step, state(float(step)), wait=True)
-    now = state(9.0)
-    back = it.roll_back(
-        now, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={"data": [[8, 16]]}, max_rollbacks=1)
+        checkpoints.save(step, state(float(step)), wait=True)
+    run_state = state(9.0)
+    rolled_back = checkpoints.roll_back(
+        run_state,
+        RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={"data": [[8, 16]]}, max_rollbacks=1),
     )
-    assert back is not None and back.step == 4 and now["weights"].tolist() == [4.0] * 3
-    assert restore.excluded_ranges(it.restore_context) == {"data": [[8, 16]]}
-    it.save(6, state(60.0), wait=True)
-    assert [s.step for s in told] == [2, 4, 6, 6]  # told of the new one too
-    again = state(0.0)
-    restored = it.restore(again)
-    assert restored is not None and restored.step == 6 and again["weights"].tolist() == [60.0] * 3
+    assert rolled_back is not None and rolled_back.step == 4 and run_state["weights"].tolist() == [4.0] * 3
+    assert restore.excluded_ranges(checkpoints.restore_context) == {"data": [[8, 16]]}
+    checkpoints.save(6, state(60.0), wait=True)
+    assert [s.step for s in results] == [2, 4, 6, 6]  # the second save of step 6 is reported too
+    restored_state = state(0.0)
+    restored = checkpoints.restore(restored_state)
+    assert restored is not None and restored.step == 6 and restored_state["weights"].tolist() == [60.0] * 3
     with pytest.raises(Diverged, match="rolled back 1 times"):
-        it.roll_back(now, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
+        checkpoints.roll_back(
+            run_state, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={}, max_rollbacks=1)
+        )
     assert len(rollback.read_records(tmp_path)) == 1
-    it.close()
+    checkpoints.close()

@@ -1,4 +1,4 @@
-"""How a checkpoint is cut, and who reads what of it for the others."""
+"""How a checkpoint is split into chunks, and which rank reads each chunk for the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor(shape: tuple[int, ...], itemsize: int) -> TensorRecord:
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_chunks_are_whole_rows_one_after_another(shape: tuple[int, ...], itemsize: int) -> None:
+def test_chunks_are_consecutive_whole_rows(shape: tuple[int, ...], itemsize: int) -> None:
     record = tensor(shape, itemsize)
     shard = record.shards[0]
     assert shared_read.is_shareable(record, shard)
@@ -38,32 +38,32 @@ def test_chunks_are_whole_rows_one_after_another(shape: tuple[int, ...], itemsiz
     assert at == shard.nbytes
 
 
-def test_chunks_end_where_blocks_do_when_rows_allow_it() -> None:
+def test_chunks_align_with_blocks_if_rows_allow() -> None:
     record = tensor((8192, 1024), 4)
     assert all(c.low % BLOCK_BYTES == 0 for c in shared_read._split_shard(record, record.shards[0], 0))
 
 
-def test_what_is_too_small_or_has_rows_too_long_is_not_shared() -> None:
+def test_small_tensors_and_long_rows_are_not_shared() -> None:
     for shape in ((), (16, 16), (2, 10_000_000)):
         record = tensor(shape, 4)
         assert not shared_read.is_shareable(record, record.shards[0])
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_chunk_that_two_want_is_read_by_one(seed: int) -> None:
+def test_chunk_needed_by_several_is_read_once(seed: int) -> None:
     rng = random.Random(seed)
     sizes = {c: rng.randint(1, shared_read.CHUNK_BYTES) for c in range(200)}
     members = sorted(rng.sample(range(64), rng.randint(1, 8)))
-    wanted = {r: frozenset(c for c in sizes if rng.random() < 0.4) for r in members}
-    loads = shared_read.schedule_loads(wanted, sizes)
-    assert loads.shared == {c for c in sizes if sum(c in w for w in wanted.values()) > 1}
+    needed = {r: frozenset(c for c in sizes if rng.random() < 0.4) for r in members}
+    loads = shared_read.schedule_loads(needed, sizes)
+    assert loads.shared == {c for c in sizes if sum(c in w for w in needed.values()) > 1}
     read = [c for step in loads.steps for load in step.values() for c in load]
     assert sorted(read) == sorted(loads.shared)
     for n, step in enumerate(loads.steps):
         assert set(step) <= set(members)
         for load in step.values():
-            ends = n % 2 * shared_read.LOAD_BYTES
+            end = n % 2 * shared_read.LOAD_BYTES
             for _, at, size in shared_read._iter_load_layout(load, sizes, n):
-                assert at >= ends  # nothing lies on another
-                ends = at + size
-            assert ends <= (n % 2 + 1) * shared_read.LOAD_BYTES
+                assert at >= end  # no two chunks overlap
+                end = at + size
+            assert end <= (n % 2 + 1) * shared_read.LOAD_BYTES

@@ -1,4 +1,4 @@
-"""What is exported computes, in the programs that it is for, what the model computes here."""
+"""Exported models load and compute the same values in the programs that they are for."""
 
 from __future__ import annotations
 
@@ -62,69 +62,69 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, sizes: dict[str, 
     recipe = recipe_of(**sizes)
     ours = decoder(recipe).eval()
     folder = save(tmp_path / "checkpoints", 3, {"model": ours}, recipe=recipe)
-    done = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=shard_bytes))
-    assert (done.step, done.names, done.bytes) == (3, "huggingface", sum(p.nbytes for p in ours.parameters()))
+    result = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=shard_bytes))
+    assert (result.step, result.names, result.bytes) == (3, "huggingface", sum(p.nbytes for p in ours.parameters()))
     theirs, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
     tokens = torch.randint(recipe.model.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = ours(tokens)
-        assert logits.std() > 0.5  # else little could differ
+        assert logits.std() > 0.5  # otherwise the comparison below would prove little
         assert (theirs.eval()(tokens).logits - logits).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "llama3.2-1b"])
-def test_names_and_shapes_are_those_of_transformers(preset: str) -> None:
+def test_names_and_shapes_match_transformers(preset: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     recipe = recipe_of(preset=preset)
-    named = huggingface.llama_tensors(recipe.model)
+    tensors = huggingface.llama_tensors(recipe.model)
     config = LlamaConfig.from_dict(huggingface.llama_config(recipe.model, recipe.data.seq_len, "float32"))
     with torch.device("meta"):
         ours, theirs = Decoder(recipe.model), LlamaForCausalLM(config)
-    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == {k: shape for k, (_, shape) in named.items()}
-    wanted = {k: tuple(v.shape) for k, v in theirs.named_parameters()}  # which has what is tied once
-    assert dict(named.values()) == wanted
+    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == {k: shape for k, (_, shape) in tensors.items()}
+    expected = {k: tuple(v.shape) for k, v in theirs.named_parameters()}  # tied parameters appear once
+    assert dict(tensors.values()) == expected
 
 
-def test_shards_are_listed_as_transformers_lists_them(tmp_path: Path, folder: Path) -> None:
-    most = 700_000
-    done = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=most))
+def test_shard_index_has_the_format_of_transformers(tmp_path: Path, folder: Path) -> None:
+    shard_limit = 700_000
+    result = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=shard_limit))
     document = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = [f"model-{i:05}-of-00006.safetensors" for i in range(1, 7)]
-    assert done.files == (*files, "model.safetensors.index.json", "config.json")
-    assert names_in(tmp_path / "out") == sorted(done.files)
-    assert document["metadata"]["total_size"] == done.bytes
+    assert result.files == (*files, "model.safetensors.index.json", "config.json")
+    assert names_in(tmp_path / "out") == sorted(result.files)
+    assert document["metadata"]["total_size"] == result.bytes
     assert set(document["weight_map"].values()) == set(files)
     from safetensors import safe_open
 
     for file in files:
         with safe_open(tmp_path / "out" / file, "pt") as f:
             assert set(f.keys()) == {name for name, where in document["weight_map"].items() if where == file}
-            assert sum(f.get_tensor(k).nbytes for k in f.keys()) <= most  # noqa: SIM118
+            assert sum(f.get_tensor(k).nbytes for k in f.keys()) <= shard_limit  # noqa: SIM118
             assert f.metadata() == {"format": "pt"}
 
 
-def test_a_tensor_larger_than_a_shard_has_one_for_itself(tmp_path: Path, folder: Path) -> None:
-    done = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=1, names="own"))
-    assert len(done.files) == done.tensors + 1
+def test_oversized_tensor_gets_its_own_shard(tmp_path: Path, folder: Path) -> None:
+    result = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=1, names="own"))
+    assert len(result.files) == result.tensors + 1
     assert tensors_of(tmp_path / "out").keys() == decoder(recipe_of()).state_dict().keys()
 
 
 # -- formats and dtypes
 
 
-class Odd(nn.Module):
-    """Buffers of all kinds, and extra state that no other program knows."""
+class ModuleWithAllDtypes(nn.Module):
+    """A module with buffers of every dtype and extra state that other programs do not know."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 5))
-        kinds = [
+        all_dtypes = [
             torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
             torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
         ]  # fmt: skip
-        for i, dtype in enumerate(kinds):
+        for i, dtype in enumerate(all_dtypes):
             self.register_buffer(f"b{i}", torch.randint(0, 2, (i, 3)).to(dtype))
         self.register_buffer("scalar", torch.tensor(2.5))
 
@@ -140,28 +140,28 @@ def bits(tensor: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, form: Any) -> None:
-    model = Odd()
+def test_every_dtype_round_trips_bit_by_bit(tmp_path: Path, form: Any) -> None:
+    model = ModuleWithAllDtypes()
     folder = save(tmp_path / "checkpoints", 1, {"net": model, "note": {"weights": torch.ones(3)}})
     export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     if form == "torch":
-        found = torch.load(tmp_path / "out", weights_only=True)
+        loaded = torch.load(tmp_path / "out", weights_only=True)
         mapped = torch.load(tmp_path / "out", weights_only=True, mmap=True)
-        assert all(bits(found[k]) == bits(mapped[k]) for k in found)
+        assert all(bits(loaded[k]) == bits(mapped[k]) for k in loaded)
         assert all(t.data_ptr() % 64 == 0 for t in mapped.values() if t.numel())
     else:
-        found = tensors_of(tmp_path / "out")
+        loaded = tensors_of(tmp_path / "out")
         assert names_in(tmp_path / "out") == ["model.safetensors"]
         data = (tmp_path / "out" / "model.safetensors").read_bytes()
         length = int.from_bytes(data[:8], "little")
-        offsets = {k: v["data_offsets"][0] for k, v in json.loads(data[8 : 8 + length]).items() if k in found}
-        assert length % 8 == 0 and all(at % found[k].element_size() == 0 for k, at in offsets.items())
-    wanted = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    assert found.keys() == wanted.keys()
-    assert [k for k in wanted if bits(found[k]) != bits(wanted[k])] == []
+        offsets = {k: v["data_offsets"][0] for k, v in json.loads(data[8 : 8 + length]).items() if k in loaded}
+        assert length % 8 == 0 and all(at % loaded[k].element_size() == 0 for k, at in offsets.items())
+    expected = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    assert loaded.keys() == expected.keys()
+    assert [k for k in expected if bits(loaded[k]) != bits(expected[k])] == []
 
 
-def test_a_state_dict_loads_into_the_module(tmp_path: Path, folder: Path) -> None:
+def test_exported_state_dict_loads_into_module(tmp_path: Path, folder: Path) -> None:
     export_checkpoint(ExportRequest(folder, tmp_path / "model.pt", "torch"))
     other = decoder(recipe_of(), seed=1)
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
@@ -169,31 +169,31 @@ def test_a_state_dict_loads_into_the_module(tmp_path: Path, folder: Path) -> Non
     assert torch.equal(other(tokens), decoder(recipe_of())(tokens))
 
 
-def test_names_of_several_modules_begin_with_their_keys(tmp_path: Path) -> None:
+def test_names_of_several_modules_start_with_their_keys(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3, bias=False)})
     export_checkpoint(ExportRequest(folder, tmp_path / "out"))
     assert tensors_of(tmp_path / "out").keys() == {"a.weight", "a.bias", "b.weight"}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_floating_tensors_are_converted_and_no_others(tmp_path: Path, form: Any) -> None:
-    model = Odd()
+def test_only_floating_tensors_are_converted(tmp_path: Path, form: Any) -> None:
+    model = ModuleWithAllDtypes()
     folder = save(tmp_path / "checkpoints", 1, {"model": model})
     export_checkpoint(ExportRequest(folder, tmp_path / "out", form, dtype="bfloat16"))
-    found = torch.load(tmp_path / "out", weights_only=True) if form == "torch" else tensors_of(tmp_path / "out")
+    loaded = torch.load(tmp_path / "out", weights_only=True) if form == "torch" else tensors_of(tmp_path / "out")
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
-            wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-            assert bits(found[name]) == bits(wanted), name
+            expected = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            assert bits(loaded[name]) == bits(expected), name
 
 
-def test_the_config_says_the_dtype_that_was_written(tmp_path: Path, folder: Path) -> None:
+def test_config_names_the_written_dtype(tmp_path: Path, folder: Path) -> None:
     export_checkpoint(ExportRequest(folder, tmp_path / "out", dtype="bfloat16"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_what_a_format_or_dtype_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_value_beyond_format_or_dtype_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("scales", torch.ones(2).to(torch.float8_e8m0fnu))
     folder = save(tmp_path / "checkpoints", 1, {"model": model})
@@ -209,7 +209,9 @@ def test_what_a_format_or_dtype_cannot_hold_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_memory_holds_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, dtype: str | None) -> None:
+def test_export_holds_one_tensor_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, dtype: str | None
+) -> None:
     monkeypatch.setattr(dtypes, "BLOCK_ELEMENTS", 10_000)
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))})
     tracemalloc.start()
@@ -221,28 +223,28 @@ def test_memory_holds_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert peak < 3 * 512 * 512 * 4  # of 24
 
 
-# -- which names
+# -- naming of tensors
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 @pytest.mark.parametrize(
-    ("recipe", "why"),
+    ("recipe", "reason"),
     [
         (None, "is not a checkpoint of the built-in decoder"),
         (recipe_of(preset="", kind="two-tower"), "is not a checkpoint of the built-in decoder"),
-        (recipe_of(), r"bias has shape \(2,\), but none in the recipe"),  # a script's model
+        (recipe_of(), r"bias has shape \(2,\), but none in the recipe"),  # the model of a training script
     ],
     ids=["no recipe", "two towers", "another model"],
 )
-def test_a_model_that_transformers_lacks_keeps_its_names(tmp_path: Path, form: Any, recipe: Any, why: str) -> None:
+def test_model_unknown_to_transformers_keeps_its_names(tmp_path: Path, form: Any, recipe: Any, reason: str) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Linear(2, 2)}, recipe=recipe)
     request = ExportRequest(folder, tmp_path / "out", form)
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(UsageError, match=reason):
         export_checkpoint(replace(request, names="huggingface"))
     assert export_checkpoint(request).names == "own"
 
 
-def test_a_recipe_of_another_version_is_no_reason_not_to_export(tmp_path: Path, folder: Path) -> None:
+def test_recipe_of_another_version_still_exports(tmp_path: Path, folder: Path) -> None:
     recipe = index.read_manifest(folder).about["recipe"]
     change_index(folder, about={"recipe": {**recipe, "model": {**recipe["model"], "experts": 8}}})
     assert export_checkpoint(ExportRequest(folder, tmp_path / "out")).names == "own"
@@ -250,26 +252,26 @@ def test_a_recipe_of_another_version_is_no_reason_not_to_export(tmp_path: Path, 
         export_checkpoint(ExportRequest(folder, tmp_path / "other", names="huggingface"))
 
 
-def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_layers_are_in_numeric_order(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))})
     export_checkpoint(ExportRequest(folder, tmp_path / "model.pt", "torch"))
     names = list(torch.load(tmp_path / "model.pt", weights_only=True))
     assert [n for n in names if n.endswith("weight")] == [f"{i}.weight" for i in range(12)]
 
 
-def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_module_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"weights": nn.Linear(2, 2).state_dict()})
     with pytest.raises(CheckpointError, match="contains no model"):
         export_checkpoint(ExportRequest(folder, tmp_path / "out"))
 
 
-# -- where to
+# -- output path
 
 
-def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, folder: Path) -> None:
+def test_force_replaces_only_an_earlier_export(tmp_path: Path, folder: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    export_checkpoint(ExportRequest(folder, output, shard_bytes=700_000))  # an empty folder holds nothing to lose
+    export_checkpoint(ExportRequest(folder, output, shard_bytes=700_000))  # into an empty folder: nothing can be lost
     with pytest.raises(UsageError, match="already exists"):
         export_checkpoint(ExportRequest(folder, output))
     export_checkpoint(ExportRequest(folder, output, force=True))
@@ -280,7 +282,7 @@ def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, f
     assert names_in(tmp_path) == ["checkpoints", "out"]
 
 
-def test_a_file_is_replaced_on_demand(tmp_path: Path, folder: Path) -> None:
+def test_force_replaces_a_file(tmp_path: Path, folder: Path) -> None:
     output = tmp_path / "model.pt"
     output.write_bytes(b"mine")
     with pytest.raises(UsageError, match="already exists"):
@@ -296,8 +298,8 @@ def test_a_file_is_replaced_on_demand(tmp_path: Path, folder: Path) -> None:
         export_checkpoint(ExportRequest(folder, tmp_path / "a" / "b"))
 
 
-def earlier(tmp_path: Path, folder: Path, form: Any) -> bytes:
-    """Makes an export and returns a part of it that must stay."""
+def export_earlier(tmp_path: Path, folder: Path, form: Any) -> bytes:
+    """Export ``folder`` and return the content that later failures must keep."""
     export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     return content(tmp_path / "out")
 
@@ -308,7 +310,7 @@ def content(output: Path) -> bytes:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond 1 MiB, in the middle of a write if need be."""
+    """The kernel refuses to let a file grow beyond 1 MiB, even in the middle of a write."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     yield
@@ -317,23 +319,23 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, folder: Path, form: Any, small_files: None) -> None:
+def test_failed_write_leaves_nothing(tmp_path: Path, folder: Path, form: Any, small_files: None) -> None:
     with pytest.raises(CheckpointError, match="out: cannot be written: File too large; nothing was left behind"):
         export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     assert names_in(tmp_path) == ["checkpoints"]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_stopped_at_any_tensor_the_earlier_export_remains(tmp_path: Path, folder: Path, form: Any) -> None:
-    before = earlier(tmp_path, folder, form)
+def test_interrupt_keeps_earlier_export(tmp_path: Path, folder: Path, form: Any) -> None:
+    before = export_earlier(tmp_path, folder, form)
     other = save(tmp_path / "checkpoints", 4, {"model": decoder(recipe_of(), seed=1)})
     tensors = len(index.read_manifest(other).tensors)
     for stop in (1, 20, tensors):
-        seen: list[int] = []
+        calls: list[int] = []
 
-        def interrupt(done: int, total: int, seen: list[int] = seen, stop: int = stop) -> None:
-            seen.append(done)
-            if len(seen) == stop:
+        def interrupt(done: int, total: int, calls: list[int] = calls, stop: int = stop) -> None:
+            calls.append(done)
+            if len(calls) == stop:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -344,10 +346,8 @@ def test_stopped_at_any_tensor_the_earlier_export_remains(tmp_path: Path, folder
     assert content(tmp_path / "out") != before
 
 
-def test_a_rename_that_fails_puts_the_earlier_export_back(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = earlier(tmp_path, folder, "safetensors")
+def test_failed_rename_restores_earlier_export(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = export_earlier(tmp_path, folder, "safetensors")
 
     def fail(self: Path, target: Path) -> Path:
         raise PermissionError(13, "Permission denied")
@@ -360,7 +360,7 @@ def test_a_rename_that_fails_puts_the_earlier_export_back(
     assert content(tmp_path / "out") == before
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+def test_insufficient_space_is_reported_before_writing(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = list(os.statvfs(tmp_path))
@@ -372,7 +372,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_damage_is_named_and_leaves_nothing(tmp_path: Path, folder: Path, form: Any) -> None:
+def test_damage_is_reported_and_leaves_nothing(tmp_path: Path, folder: Path, form: Any) -> None:
     record = index.read_manifest(folder).tensors[-1].shards[0]
     path = folder / record.file
     data = bytearray(path.read_bytes())
@@ -383,25 +383,23 @@ def test_damage_is_named_and_leaves_nothing(tmp_path: Path, folder: Path, form: 
     assert names_in(tmp_path) == ["checkpoints"]
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
+def test_files_are_synced_before_rename(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
     fsync, rename = os.fsync, Path.replace
 
-    def watch(fd: int) -> None:
-        done.append(Path(f"/proc/self/fd/{fd}").readlink().name.split(".")[-1])
+    def record_fsync(fd: int) -> None:
+        events.append(Path(f"/proc/self/fd/{fd}").readlink().name.split(".")[-1])
         fsync(fd)
 
-    def named(self: Path, target: Path) -> Path:
-        done.append("named")
+    def record_rename(self: Path, target: Path) -> Path:
+        events.append("renamed")
         return rename(self, target)
 
-    monkeypatch.setattr(os, "fsync", watch)
-    monkeypatch.setattr(Path, "replace", named)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_rename)
     export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=2_000_000))
-    assert done[:4] == ["safetensors", "safetensors", "json", "json"]
-    assert done[5:] == ["named", tmp_path.name]
-    done.clear()
+    assert events[:4] == ["safetensors", "safetensors", "json", "json"]
+    assert events[5:] == ["renamed", tmp_path.name]
+    events.clear()
     export_checkpoint(ExportRequest(folder, tmp_path / "model.pt", "torch"))
-    assert len(done) == 3 and done[1:] == ["named", tmp_path.name]
+    assert len(events) == 3 and events[1:] == ["renamed", tmp_path.name]

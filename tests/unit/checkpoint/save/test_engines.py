@@ -1,4 +1,4 @@
-"""What every engine promises, and that the tools of the two libraries read what is written through them."""
+"""The contract of every engine, and checkpoints read by the tools of DCP and torchsnapshot."""
 
 from __future__ import annotations
 
@@ -87,42 +87,42 @@ class Staging:
         return [bytes(self._data[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.segments]
 
 
-def written(folder: Path, staging: Staging, places: Sequence[SegmentLocation]) -> list[bytes]:
-    """What lies at the places, read with nothing but the names, offsets and lengths."""
-    assert len(places) == len(staging.segments)
-    found = []
-    for place, segment in zip(places, staging.segments, strict=True):
-        with (folder / place.file).open("rb") as file:
-            file.seek(place.offset)
-            found.append(file.read(segment.nbytes))
-    return found
+def read_segments(folder: Path, staging: Staging, locations: Sequence[SegmentLocation]) -> list[bytes]:
+    """Return the bytes at ``locations``, read with only the file names, offsets and lengths."""
+    assert len(locations) == len(staging.segments)
+    contents = []
+    for location, segment in zip(locations, staging.segments, strict=True):
+        with (folder / location.file).open("rb") as file:
+            file.seek(location.offset)
+            contents.append(file.read(segment.nbytes))
+    return contents
 
 
 def records(ranks: Sequence[tuple[Staging, Sequence[SegmentLocation]]]) -> list[TensorRecord]:
-    """The index of what the ranks wrote, as engines see it."""
+    """Return the tensor records of what the ranks wrote, as engines see them."""
     heads: dict[str, Segment] = {}
     shards: dict[str, list[ShardRecord]] = {}
-    for staging, places in ranks:
-        for s, place in zip(staging.segments, places, strict=True):
+    for staging, locations in ranks:
+        for s, location in zip(staging.segments, locations, strict=True):
             heads[s.name] = s
-            known = {
-                "file": place.file,
-                "offset": place.offset,
+            fields = {
+                "file": location.file,
+                "offset": location.offset,
                 "nbytes": s.nbytes,
                 "start": s.start,
                 "shape": s.chunk_shape,
             }
-            found = shards.setdefault(s.name, [])
+            tensor_shards = shards.setdefault(s.name, [])
             if s.nbytes:
-                # Of checksums engines know nothing.
-                found.append(ShardRecord(**{**dict.fromkeys(ShardRecord.__struct_fields__, ""), **known}))
+                # Engines do not know checksums.
+                tensor_shards.append(ShardRecord(**{**dict.fromkeys(ShardRecord.__struct_fields__, ""), **fields}))
     return [
         TensorRecord(name=n, kind=s.kind, dtype=s.dtype, itemsize=s.itemsize, shape=s.shape, shards=tuple(shards[n]))
         for n, s in sorted(heads.items())
     ]
 
 
-def everything() -> Staging:
+def all_kinds_of_segments() -> Staging:
     staging = Staging()
     staging.add("model/odd", [3])  # so that nothing after it is aligned
     for dtype in DTYPES:
@@ -138,68 +138,68 @@ def everything() -> Staging:
 
 
 @pytest.fixture(params=ENGINES)
-def each(request: pytest.FixtureRequest) -> Engine:
+def engine(request: pytest.FixtureRequest) -> Engine:
     return get_engine(request.param)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_each_segment_lies_where_it_is_said_to(each: Engine, tmp_path: Path) -> None:
-    staging = everything()
-    places = each.write(tmp_path, 0, staging.segments, staging.memory.toreadonly())
-    assert written(tmp_path, staging, places) == staging.expected()
-    each.finish(tmp_path, records([(staging, places)]))
-    assert written(tmp_path, staging, places) == staging.expected()
+def test_segments_are_at_their_reported_locations(engine: Engine, tmp_path: Path) -> None:
+    staging = all_kinds_of_segments()
+    locations = engine.write(tmp_path, 0, staging.segments, staging.memory.toreadonly())
+    assert read_segments(tmp_path, staging, locations) == staging.expected()
+    engine.finish(tmp_path, records([(staging, locations)]))
+    assert read_segments(tmp_path, staging, locations) == staging.expected()
 
 
-@pytest.mark.parametrize("parts", [[], [0, 0]])
-def test_a_rank_may_have_nothing_to_write(each: Engine, parts: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [[], [0, 0]], ids=["no segment", "empty segments"])
+def test_rank_without_data_can_write(engine: Engine, parts: list[int], tmp_path: Path) -> None:
     staging = Staging()
     for n, part in enumerate(parts):
         staging.add(f"model/{n}", [part])
-    places = each.write(tmp_path, 0, staging.segments, staging.memory)
-    assert written(tmp_path, staging, places) == staging.expected()
-    each.finish(tmp_path, records([(staging, places)]))
+    locations = engine.write(tmp_path, 0, staging.segments, staging.memory)
+    assert read_segments(tmp_path, staging, locations) == staging.expected()
+    engine.finish(tmp_path, records([(staging, locations)]))
 
 
-def test_ranks_write_beside_each_other_and_never_over_what_is_there(each: Engine, tmp_path: Path) -> None:
+def test_ranks_write_separate_files_and_never_overwrite(engine: Engine, tmp_path: Path) -> None:
     ranks = []
     for rank in (0, 1, 11):
         staging = Staging(rank)
         for n in range(4):
             staging.add(f"model/{n}", [1 << (n * 5)], shape=[12 << (n * 5)], start=[rank << (n * 5)])
-        ranks.append((staging, each.write(tmp_path, rank, staging.segments, staging.memory)))
-    for staging, places in ranks:
-        assert written(tmp_path, staging, places) == staging.expected()
+        ranks.append((staging, engine.write(tmp_path, rank, staging.segments, staging.memory)))
+    for staging, locations in ranks:
+        assert read_segments(tmp_path, staging, locations) == staging.expected()
     with pytest.raises(FileExistsError):
-        each.write(tmp_path, 1, ranks[0][0].segments, ranks[0][0].memory)
-    for staging, places in ranks:
-        assert written(tmp_path, staging, places) == staging.expected()
+        engine.write(tmp_path, 1, ranks[0][0].segments, ranks[0][0].memory)
+    for staging, locations in ranks:
+        assert read_segments(tmp_path, staging, locations) == staging.expected()
 
 
-def test_a_part_and_the_index_can_be_written_again(each: Engine, tmp_path: Path) -> None:
-    """As after a kill: of a part all files are known, and nothing that an index has left is in the way."""
+def test_part_and_index_can_be_written_again(engine: Engine, tmp_path: Path) -> None:
+    """As after a kill: all files of a part match its patterns, and a leftover index is replaced."""
     ranks = {}
     for rank in (0, 1, 11):
         staging = Staging(rank)
         staging.add(f"model/{rank}", [20 << 20])
         staging.add(f"model/none {rank}", [0])
         before = set(tmp_path.iterdir())
-        ranks[rank] = (staging, each.write(tmp_path, rank, staging.segments, staging.memory))
-        made = set(tmp_path.iterdir()) - before
-        assert made == {p for pattern in each.patterns for p in tmp_path.glob(pattern.format(rank=rank))} != set()
-    each.finish(tmp_path, records(list(ranks.values())))
-    for pattern in each.patterns:
+        ranks[rank] = (staging, engine.write(tmp_path, rank, staging.segments, staging.memory))
+        created = set(tmp_path.iterdir()) - before
+        assert created == {p for pattern in engine.patterns for p in tmp_path.glob(pattern.format(rank=rank))} != set()
+    engine.finish(tmp_path, records(list(ranks.values())))
+    for pattern in engine.patterns:
         for path in tmp_path.glob(pattern.format(rank=1)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     staging = ranks[1][0]
-    ranks[1] = (staging, each.write(tmp_path, 1, staging.segments, staging.memory))
+    ranks[1] = (staging, engine.write(tmp_path, 1, staging.segments, staging.memory))
     (tmp_path / ".metadata.tmp").write_bytes(b"half an index")
-    each.finish(tmp_path, records(list(ranks.values())))
-    for staging, places in ranks.values():
-        assert written(tmp_path, staging, places) == staging.expected()
+    engine.finish(tmp_path, records(list(ranks.values())))
+    for staging, locations in ranks.values():
+        assert read_segments(tmp_path, staging, locations) == staging.expected()
 
 
-def test_all_that_is_written_is_synced(each: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_synced(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: dict[int, Any] = {}
     real = os.fsync
 
@@ -218,17 +218,17 @@ def test_all_that_is_written_is_synced(each: Engine, tmp_path: Path, monkeypatch
     for n in range(20):
         staging.add(f"model/{n}", [(1 << n) + n])
     staging.add("model/large", [17 << 20])
-    places = each.write(tmp_path, 0, staging.segments, staging.memory)
+    locations = engine.write(tmp_path, 0, staging.segments, staging.memory)
     assert list(tmp_path.iterdir())
     assert unsynced(list(tmp_path.rglob("*"))) == []
-    each.finish(tmp_path, records([(staging, places)]))
+    engine.finish(tmp_path, records([(staging, locations)]))
     # The raw engine leaves the folder itself to the commit.
-    assert unsynced([*tmp_path.rglob("*"), *([] if each.name == "raw" else [tmp_path])]) == []
+    assert unsynced([*tmp_path.rglob("*"), *([] if engine.name == "raw" else [tmp_path])]) == []
 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A folder with room for 1 MiB, and the errno of more. Without the right to mount one, it is of each file."""
+    """A folder with space for 1 MiB, and the errno of a larger write. Without the right to mount, a limit per file."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -242,68 +242,72 @@ def full_disk(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# From Python 3.13 on it is told that DCP's stream cannot flush once more when it is deleted.
+# Python 3.13 and later report that DCP's stream cannot flush again when it is deleted.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("sizes", [[40 << 20], [4096] * 800, [100, 0, 3 << 20, 200, 20 << 20, 20 << 20]])
-def test_a_full_disk_is_an_os_error_and_nothing_writes_on(
-    each: Engine, sizes: list[int], full_disk: tuple[Path, int], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "sizes",
+    [[40 << 20], [4096] * 800, [100, 0, 3 << 20, 200, 20 << 20, 20 << 20]],
+    ids=["one large", "many small", "mixed"],
+)
+def test_full_disk_raises_os_error_and_ends_all_writes(
+    engine: Engine, sizes: list[int], full_disk: tuple[Path, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk, wanted = full_disk
+    disk, expected_errno = full_disk
     staging = Staging()
     for n, size in enumerate(sizes):
         staging.add(f"model/{n}", [size])
     threads = set(threading.enumerate())
-    with pytest.raises(OSError) as caught:
-        each.write(disk, 0, staging.segments, staging.memory)
-    assert caught.value.errno == wanted
-    del caught
+    with pytest.raises(OSError) as error:
+        engine.write(disk, 0, staging.segments, staging.memory)
+    assert error.value.errno == expected_errno
+    del error
     gc.collect()
     assert [t for t in set(threading.enumerate()) - threads if t.is_alive()] == []
     assert caplog.records == []
 
 
-def test_torchsnapshot_ends_what_it_has_begun_before_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = get_engine("torchsnapshot")
-    begun, ended = set(), set()
+def test_torchsnapshot_finishes_started_writes_before_failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = get_engine("torchsnapshot")
+    started, finished = set(), set()
 
     async def write(self: object, write_io: Any) -> None:
         if write_io.path == "segment-0":
-            while len(begun) < 3:
+            while len(started) < 3:
                 await asyncio.sleep(0)
             raise OSError(errno.ENOSPC, "full")
-        begun.add(write_io.path)
+        started.add(write_io.path)
         for _ in range(100):
             await asyncio.sleep(0)
-        ended.add(write_io.path)
+        finished.add(write_io.path)
 
     monkeypatch.setattr("torchsnapshot.storage_plugins.fs.FSStoragePlugin.write", write)
     staging = Staging()
     for n in range(4):
         staging.add(f"model/{n}", [17 << 20])
     with pytest.raises(OSError, match="full"):
-        writes.write(tmp_path, 0, staging.segments, staging.memory)
-    assert ended == begun == {"segment-1", "segment-2", "segment-3"}
+        engine.write(tmp_path, 0, staging.segments, staging.memory)
+    assert finished == started == {"segment-1", "segment-2", "segment-3"}
 
 
 @pytest.mark.parametrize("name", ["dcp", "torchsnapshot"])
-def test_a_disk_that_fills_before_the_end_is_an_os_error(name: str, full_disk: tuple[Path, int]) -> None:
-    disk, wanted = full_disk
+def test_full_disk_in_finish_raises_os_error(name: str, full_disk: tuple[Path, int]) -> None:
+    disk, expected_errno = full_disk
     staging = Staging()
     for n in range(20):
         staging.add(f"model/{n}", [4])
-    places = get_engine(name).write(disk, 0, staging.segments, staging.memory)
-    if wanted == errno.ENOSPC:
+    locations = get_engine(name).write(disk, 0, staging.segments, staging.memory)
+    if expected_errno == errno.ENOSPC:
         with pytest.raises(OSError), (disk / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with pytest.raises(OSError) as caught:
-        get_engine(name).finish(disk, records([(staging, places)]))
-    assert caught.value.errno == wanted
+    with pytest.raises(OSError) as error:
+        get_engine(name).finish(disk, records([(staging, locations)]))
+    assert error.value.errno == expected_errno
 
 
-def test_a_wrong_place_is_found(tmp_path: Path) -> None:
+def test_wrong_location_is_detected(tmp_path: Path) -> None:
     staging = Staging()
     staging.add("model/a", [1000])
     staging.add("model/b", [1000])
@@ -319,7 +323,7 @@ def test_a_wrong_place_is_found(tmp_path: Path) -> None:
         library.fsync_and_verify(tmp_path, staging.segments, right, staging.memory)
 
 
-def test_a_library_that_is_not_there_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "clustertrain.checkpoint.save.engines.torchsnapshot", raising=False)
     for name in [n for n in sys.modules if n.partition(".")[0] == "torchsnapshot"]:
         monkeypatch.delitem(sys.modules, name)
@@ -328,8 +332,8 @@ def test_a_library_that_is_not_there_is_an_error_of_the_configuration(monkeypatc
         get_engine("torchsnapshot")
 
 
-def two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint of two ranks, with the tensors that it holds."""
+def write_two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of two ranks; return its tensors."""
     torch.manual_seed(1)
     whole = {
         "model/rows": torch.randn(7, 6),
@@ -338,7 +342,7 @@ def two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
         "model/complex": torch.randn(5, dtype=torch.complex64),
         "model/mask": torch.rand(9) > 0.5,
     }
-    of_one = {"other/step": torch.tensor(12.0), "other/count": torch.tensor([7, 65_535], dtype=torch.uint16)}
+    rank_1_only = {"other/step": torch.tensor(12.0), "other/count": torch.tensor([7, 65_535], dtype=torch.uint16)}
     ranks = []
     for rank in (0, 1):
         staging = Staging()
@@ -346,37 +350,37 @@ def two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
             cut = (len(t) + 1) // 2
             staging.add_rows(key, t, *((0, cut), (cut, len(t)))[rank])
         if rank == 1:
-            for key, t in of_one.items():
+            for key, t in rank_1_only.items():
                 staging.add(key, t.shape, t.dtype, data=t.reshape(-1).view(torch.uint8).numpy().tobytes())
             staging.add("other/none", [0, 3], torch.float16)
         ranks.append((staging, get_engine(name).write(folder, rank, staging.segments, staging.memory)))
     get_engine(name).finish(folder, records(ranks))
-    return {**whole, **of_one}
+    return {**whole, **rank_1_only}
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and bool(
         (a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)).all()
     )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_what_dcp_wrote(tmp_path: Path) -> None:
-    tensors = two_ranks("dcp", tmp_path)
+def test_torch_loads_dcp_checkpoint(tmp_path: Path) -> None:
+    tensors = write_two_ranks("dcp", tmp_path)
     state: dict[str, Any] = {name: torch.zeros_like(t) for name, t in tensors.items()}
     state["other/none"] = torch.zeros(0, 3, dtype=torch.float16)
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    assert [name for name, t in tensors.items() if not same(state[name], t)] == []
+    assert [name for name, t in tensors.items() if not bitwise_equal(state[name], t)] == []
 
 
-def test_torch_makes_one_file_of_what_dcp_wrote(tmp_path: Path) -> None:
+def test_torch_converts_dcp_checkpoint_to_one_file(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
-    tensors = two_ranks("dcp", tmp_path / "checkpoint")
+    tensors = write_two_ranks("dcp", tmp_path / "checkpoint")
     dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert found.pop("other/none").shape == (0, 3)
-    assert found.keys() == tensors.keys()
-    assert [name for name, t in tensors.items() if not same(found[name], t)] == []
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert loaded.pop("other/none").shape == (0, 3)
+    assert loaded.keys() == tensors.keys()
+    assert [name for name, t in tensors.items() if not bitwise_equal(loaded[name], t)] == []
 
 
 @pytest.fixture
@@ -391,72 +395,72 @@ def rank_1_of_3() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.usefixtures("rank_1_of_3")
 @pytest.mark.parametrize("dim", [0, 1])
-def test_torch_loads_what_dcp_wrote_into_another_sharding(dim: int, tmp_path: Path) -> None:
-    tensors = two_ranks("dcp", tmp_path)
+def test_torch_loads_dcp_checkpoint_into_other_sharding(dim: int, tmp_path: Path) -> None:
+    tensors = write_two_ranks("dcp", tmp_path)
     mesh = init_device_mesh("cpu", (3,))
     state: dict[str, Any] = {"model/rows": zeros(7, 6, device_mesh=mesh, placements=[Shard(dim)])}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     loaded: DTensor = state["model/rows"]
-    assert same(loaded.to_local(), tensors["model/rows"].chunk(3, dim)[1].contiguous())
+    assert bitwise_equal(loaded.to_local(), tensors["model/rows"].chunk(3, dim)[1].contiguous())
 
 
 def stored_as(t: torch.Tensor) -> torch.Tensor:
-    """What torchsnapshot 0.1 has for a dtype that it does not know."""
+    """Return ``t`` in the dtype that torchsnapshot 0.1 stores instead of one that it does not know."""
     other = {torch.float8_e4m3fn: torch.uint8, torch.uint16: torch.int16}
     return t.view(other.get(t.dtype, t.dtype))
 
 
-def test_torchsnapshot_reads_what_was_written_through_it(tmp_path: Path) -> None:
-    tensors = two_ranks("torchsnapshot", tmp_path)
+def test_torchsnapshot_reads_its_checkpoint(tmp_path: Path) -> None:
+    tensors = write_two_ranks("torchsnapshot", tmp_path)
     from torchsnapshot import Snapshot
 
     snapshot = Snapshot(str(tmp_path))
     for name, t in tensors.items():
         out = torch.zeros_like(stored_as(t))
         snapshot.read_object(f"0/{name}", obj_out=out)
-        assert same(out, stored_as(t)), name
+        assert bitwise_equal(out, stored_as(t)), name
     assert snapshot.get_manifest().keys() == {f"0/{name}" for name in tensors}
-    # Of what one rank has written it knows the shape.
-    assert same(snapshot.read_object("0/other/step"), tensors["other/step"])
+    # It knows the shape of tensors that one rank has written.
+    assert bitwise_equal(snapshot.read_object("0/other/step"), tensors["other/step"])
 
 
-def test_a_checkpoint_through_it_is_restored_and_verified(each: Engine, tmp_path: Path) -> None:
+def test_every_engine_restores_and_verifies(engine: Engine, tmp_path: Path) -> None:
     def state_of(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         return {"model": torch.nn.Linear(70, 50).bfloat16(), "mask": torch.rand(9) > 0.5, "step": torch.tensor(seed)}
 
     manager = CheckpointManager(
-        tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=each.name, async_save=False)
+        tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=engine.name, async_save=False)
     )
-    saved, found = state_of(1), state_of(2)
+    saved, restored_state = state_of(1), state_of(2)
     manager.save(7, saved)
-    restored = manager.restore(found)
+    restored = manager.restore(restored_state)
     assert restored is not None
     assert restored.step == 7
-    assert same(found["model"].weight.detach(), saved["model"].weight.detach())
-    assert [same(found[k], saved[k]) for k in ("mask", "step")] == [True, True]
+    assert bitwise_equal(restored_state["model"].weight.detach(), saved["model"].weight.detach())
+    assert [bitwise_equal(restored_state[k], saved[k]) for k in ("mask", "step")] == [True, True]
     inspect.verify(index.list_checkpoint_folders(tmp_path)[0])
 
 
 @pytest.mark.usefixtures("rank_1_of_3")
-def test_a_process_group_makes_no_difference(each: Engine, tmp_path: Path) -> None:
+def test_engine_ignores_process_group(engine: Engine, tmp_path: Path) -> None:
     staging = Staging()
     staging.add("model/a", [1000])
-    places = each.write(tmp_path, 0, staging.segments, staging.memory)
-    each.finish(tmp_path, records([(staging, places)]))
-    assert written(tmp_path, staging, places) == staging.expected()
+    locations = engine.write(tmp_path, 0, staging.segments, staging.memory)
+    engine.finish(tmp_path, records([(staging, locations)]))
+    assert read_segments(tmp_path, staging, locations) == staging.expected()
 
 
 def in_halves(value: torch.Tensor, file: Any, save: Callable[..., None] = torch.save) -> None:
     save([value[: len(value) // 2].clone(), value[len(value) // 2 :].clone()], file)
 
 
-def as_once(value: torch.Tensor, file: Any, save: Callable[..., None] = torch.save) -> None:
+def in_legacy_format(value: torch.Tensor, file: Any, save: Callable[..., None] = torch.save) -> None:
     save(value, file, _use_new_zipfile_serialization=False)
 
 
-@pytest.mark.parametrize("save", [in_halves, as_once])
-def test_a_torch_that_saves_otherwise_is_refused(
+@pytest.mark.parametrize("save", [in_halves, in_legacy_format])
+def test_unexpected_torch_save_format_is_refused(
     save: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "save", save)

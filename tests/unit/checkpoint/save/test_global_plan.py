@@ -1,4 +1,4 @@
-"""What ranks that hold different things put together: values, parameter groups, and who writes which tensor."""
+"""The merged state of ranks that hold different parts: values, parameter groups, and the writer of each tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tree_of(stage: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def test_the_values_of_all_ranks_are_one_tree_and_the_lowest_ranks_count() -> None:
+def test_values_of_ranks_merge_and_lowest_rank_wins() -> None:
     first = tree_of("a", [{"lr": 0.1, "params": ["tied", "a.weight"]}])
     last = tree_of("b", [{"lr": 0.5, "params": ["b.bias"]}, {"lr": 0.1, "params": ["b.weight", "tied"]}])
     merged = global_plan.merge_values([first, last], ["optimizer"])
@@ -36,7 +36,7 @@ def test_the_values_of_all_ranks_are_one_tree_and_the_lowest_ranks_count() -> No
     ]
 
 
-def test_the_groups_do_not_tell_the_layout() -> None:
+def test_merged_groups_are_independent_of_layout() -> None:
     whole = [{"lr": 1, "params": ["z", "b", "a"]}, {"lr": 2, "params": ["c"]}]
     stages = [{"lr": 2, "params": ["c"]}, {"lr": 1, "params": ["b"]}, {"lr": 1, "params": ["a", "z"]}]
     assert global_plan.merge_groups(whole) == global_plan.merge_groups(stages)
@@ -49,7 +49,7 @@ def test_each_tensor_is_written_once_by_a_rank_that_holds_it() -> None:
     assert (chosen["tied"], chosen["a"], chosen["b"], chosen["buffer"]) == (0, 0, 2, 2)
     assert chosen["step a"] in (0, 1)
     assert chosen["step b"] in (2, 3)
-    # By size, over all that hold them.
+    # Balanced by size over all ranks that hold them.
     equal = {name: ["equal", size] for name, size in (("x", 100), ("y", 60), ("z", 50))}
     assert global_plan.assign_writers([equal], [[0, 1]]) == {"x": 0, "y": 1, "z": 1}
 
@@ -74,7 +74,7 @@ def train(state: dict[str, Any]) -> None:
     state["optimizer"].step()
 
 
-def test_a_group_takes_the_options_that_its_members_had(manager: CheckpointManager) -> None:
+def test_group_takes_options_of_its_members(manager: CheckpointManager) -> None:
     saved = state_of({"params": ["0.weight", "1.weight"], "lr": 0.5}, {"params": ["0.bias", "1.bias"], "lr": 0.25})
     train(saved)
     manager.save(1, saved)
@@ -91,11 +91,12 @@ def test_a_group_takes_the_options_that_its_members_had(manager: CheckpointManag
 @pytest.mark.parametrize(
     "groups",
     [
-        [{"params": ["0.weight", "1.weight", "0.bias", "1.bias"]}],  # of two groups with different options
-        [{"params": ["0.weight", "1.weight"]}, {"params": ["0.bias"]}],  # one is missing
+        [{"params": ["0.weight", "1.weight", "0.bias", "1.bias"]}],
+        [{"params": ["0.weight", "1.weight"]}, {"params": ["0.bias"]}],
     ],
+    ids=["members of two groups with different options", "missing parameter"],
 )
-def test_groups_that_cannot_be_matched_are_an_error(manager: CheckpointManager, groups: list[dict[str, Any]]) -> None:
+def test_unmatched_groups_are_an_error(manager: CheckpointManager, groups: list[dict[str, Any]]) -> None:
     saved = state_of({"params": ["0.weight", "1.weight"]}, {"params": ["0.bias", "1.bias"], "weight_decay": 0.0})
     manager.save(1, saved)
     with pytest.raises(CheckpointError, match="different parameters or groups than the saved one"):

@@ -1,4 +1,4 @@
-"""What the uploaders of several ranks make of one store together."""
+"""The uploaders of several ranks writing to one store."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def root(tmp_path: Path) -> Path:
 
 
 class Store:
-    """Uploaders of several ranks, in this process, on a store in memory."""
+    """Uploaders of several ranks in this process, and their store in memory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = f"memory://{root}/run-1"
-        self.told: list[tuple[int, JobOutcome]] = []
+        self.outcomes: list[tuple[int, JobOutcome]] = []
         self.uploaders: list[Uploader] = []
 
     def start(
         self, ranks: int, *, attempt: str = "1", policy: RetentionPolicy | None = None, missing: int | None = None
     ) -> list[Uploader]:
-        def tell(rank: int) -> Callable[[JobOutcome], None]:
-            return lambda c: self.told.append((rank, c))
+        def append_for(rank: int) -> Callable[[JobOutcome], None]:
+            return lambda c: self.outcomes.append((rank, c))
 
         self.stop()
         policy = policy or RetentionPolicy(keep=9)
@@ -52,7 +52,7 @@ class Store:
             job = UploadJob(
                 url=self.url, root=str(self.root), rank=rank, world_size=ranks, attempt=attempt, policy=policy
             )
-            self.uploaders.append(Uploader(job, tell(rank), lambda: None))
+            self.uploaders.append(Uploader(job, append_for(rank), lambda: None))
             if rank != missing:
                 self.uploaders[-1].start()
         return self.uploaders
@@ -64,24 +64,24 @@ class Store:
 
     def wait_for(self, step: int, ranks: int) -> None:
         def idle() -> bool:
-            return {r for r, c in self.told if c.failure is None and not c.bytes and c.step >= step} >= set(
+            return {r for r, c in self.outcomes if c.failure is None and not c.bytes and c.step >= step} >= set(
                 range(ranks)
             )
 
-        assert clock.wait_until(idle, LONG_S, 0.02), self.told
+        assert clock.wait_until(idle, LONG_S, 0.02), self.outcomes
 
 
 @pytest.fixture
 def store(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(remote, "RETRY_BACKOFF_S", (0.05, 0.2))
     monkeypatch.setattr(remote, "POLL_BACKOFF_S", (0.01, 0.05))
-    made = Store(root)
-    yield made
-    made.stop()
+    store = Store(root)
+    yield store
+    store.stop()
 
 
-def many_files(root: Path, step: int, ranks: int) -> Path:
-    """A checkpoint with the files of so many ranks, and one more."""
+def save_for_ranks(root: Path, step: int, ranks: int) -> Path:
+    """Save a checkpoint with files of ``ranks`` ranks and a metadata file; return its folder."""
     folder = save(root, step, state_of(float(step)))
     extra = {f"rank-{r}.bin": bytes([r]) * 10 for r in range(1, ranks)} | {".metadata": b"m"}
     for name, data in extra.items():
@@ -92,23 +92,23 @@ def many_files(root: Path, step: int, ranks: int) -> Path:
     return folder
 
 
-def of_store(store: Store) -> dict[str, bytes]:
+def stored_files(store: Store) -> dict[str, bytes]:
     folder = RemoteFolder(store.url)
     return {name: (folder / name).read_bytes() for name in folder.sizes()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_every_rank_copies_its_share_whoever_wrote_it(store: Store, root: Path, ranks: int) -> None:
-    many_files(root, 3, 4)
+def test_every_rank_uploads_its_share(store: Store, root: Path, ranks: int) -> None:
+    save_for_ranks(root, 3, 4)
     store.start(ranks)
     store.wait_for(3, ranks)
-    assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
-    many_files(root, 6, 4)
+    assert stored_files(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
+    save_for_ranks(root, 6, 4)
     for uploader in store.uploaders:
         uploader.notify_saved(6)
     store.wait_for(6, ranks)
     assert steps(RemoteFolder(store.url)) == [3, 6]
-    assert [(r, c.step) for r, c in store.told if c.bytes] == [(0, 3), (0, 6)]
+    assert [(r, c.step) for r, c in store.outcomes if c.bytes] == [(0, 3), (0, 6)]
 
 
 @pytest.mark.parametrize(
@@ -119,138 +119,136 @@ def test_files_belong_to_the_rank_in_their_name(name: str, rank: int) -> None:
     assert owner_rank(name) == rank
 
 
-def test_without_all_shares_nothing_is_committed_and_the_rest_comes_later(store: Store, root: Path) -> None:
-    many_files(root, 3, 2)
+def test_missing_share_delays_commit_until_next_attempt(store: Store, root: Path) -> None:
+    save_for_ranks(root, 3, 2)
     store.start(2, missing=1)
-    there = RemoteFolder(store.url) / "step-00000003"
-    assert clock.wait_until(lambda: ".uploaded-0" in there.sizes(), LONG_S, 0.02)
-    assert not index.is_committed(there)
-    # The next attempt has another number of ranks, for which the share that is there is no share.
+    remote_folder = RemoteFolder(store.url) / "step-00000003"
+    assert clock.wait_until(lambda: ".uploaded-0" in remote_folder.sizes(), LONG_S, 0.02)
+    assert not index.is_committed(remote_folder)
+    # The next attempt has another number of ranks, so the uploaded share does not count.
     store.start(1, attempt="2")
     store.wait_for(3, 1)
-    assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
+    assert stored_files(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
-def test_a_step_that_was_saved_anew_replaces_the_copy_as_a_whole(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many_files(root, 3, 2)
+def test_step_saved_again_replaces_whole_copy(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_for_ranks(root, 3, 2)
     store.start(2)
     store.wait_for(3, 2)
-    there = RemoteFolder(store.url) / "step-00000003"
-    old = of_store(store)
+    remote_folder = RemoteFolder(store.url) / "step-00000003"
+    old = stored_files(store)
     shutil.rmtree(root / "step-00000003")
     save(root, 3, state_of(30.0))
-    seen: list[bool] = []
+    committed_during_upload: list[bool] = []
     original = Uploader._upload_file
 
     def put(self: Uploader, *args: Any) -> None:
-        seen.append(index.is_committed(there))
+        committed_during_upload.append(index.is_committed(remote_folder))
         original(self, *args)
 
     monkeypatch.setattr(Uploader, "_upload_file", put)
-    store.told.clear()
+    store.outcomes.clear()
     store.start(2, attempt="2")
     store.wait_for(3, 2)
-    assert seen and not any(seen)  # while half of it was replaced it did not count
-    assert of_store(store) != old
-    inspect.verify(there)
+    assert committed_during_upload and not any(committed_during_upload)  # a partly replaced copy was never committed
+    assert stored_files(store) != old
+    inspect.verify(remote_folder)
 
 
-def test_what_is_being_copied_is_not_deleted_here(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, go = threading.Event(), threading.Event()
+def test_checkpoint_under_upload_is_protected(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, release = threading.Event(), threading.Event()
     original = Uploader._upload_file
 
     def put(self: Uploader, *args: Any) -> None:
-        held.set()
-        assert go.wait(LONG_S)
+        started.set()
+        assert release.wait(LONG_S)
         original(self, *args)
 
     monkeypatch.setattr(Uploader, "_upload_file", put)
     save(root, 3, state_of(3.0))
     (uploader,) = store.start(1)
-    assert held.wait(LONG_S)
+    assert started.wait(LONG_S)
     assert uploader.protected_steps() == (3,)
-    go.set()
+    release.set()
     store.wait_for(3, 1)
     assert uploader.protected_steps() == ()
 
 
-def test_what_was_deleted_here_is_not_waited_for(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_deleted_during_upload_is_skipped(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Uploader._upload_file
 
-    def put(self: Uploader, path: Path, there: Any) -> None:
+    def put(self: Uploader, path: Path, target: Any) -> None:
         shutil.rmtree(path.parent, ignore_errors=True)
-        original(self, path, there)
+        original(self, path, target)
 
     monkeypatch.setattr(Uploader, "_upload_file", put)
     save(root, 3, state_of(3.0))
     store.start(1)
     store.wait_for(0, 1)
-    assert [c.failure is not None for _, c in store.told] == [True, False]
+    assert [c.failure is not None for _, c in store.outcomes] == [True, False]
     assert [p for p in index.list_checkpoint_folders(RemoteFolder(store.url)) if index.is_committed(p)] == []
 
 
 @pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json"])
-def test_what_is_damaged_here_is_not_copied(store: Store, root: Path, name: str) -> None:
+def test_damaged_checkpoint_is_not_uploaded(store: Store, root: Path, name: str) -> None:
     for step in (3, 6):
         save(root, step, state_of(float(step)))
     os.truncate(root / "step-00000006" / name, 5)
     store.start(1)
     store.wait_for(3, 1)
-    there = RemoteFolder(store.url)
-    assert [index.parse_step(p) for p in index.list_checkpoint_folders(there) if index.is_committed(p)] == [3]
-    assert [(c.step, name in c.failure.message) for _, c in store.told if c.failure] == [(6, True)]
+    remote_folder = RemoteFolder(store.url)
+    assert [index.parse_step(p) for p in index.list_checkpoint_folders(remote_folder) if index.is_committed(p)] == [3]
+    assert [(c.step, name in c.failure.message) for _, c in store.outcomes if c.failure] == [(6, True)]
 
 
-def test_the_policy_there_is_that_of_here(store: Store, root: Path) -> None:
+def test_remote_retention_follows_policy(store: Store, root: Path) -> None:
     policy = RetentionPolicy(keep=1, keep_every=100)
     for step in (50, 100, 150, 200, 250):
         save(root, step, state_of(float(step)))
     store.start(1, policy=policy)
     store.wait_for(250, 1)
-    there = RemoteFolder(store.url)
-    assert steps(there) == [100, 200, 250]
-    assert [c.step for _, c in store.told if c.bytes] == [250, 200, 100]
-    for step in (50, 100, 150, 200, 250):  # here they may go meanwhile
+    remote_folder = RemoteFolder(store.url)
+    assert steps(remote_folder) == [100, 200, 250]
+    assert [c.step for _, c in store.outcomes if c.bytes] == [250, 200, 100]
+    for step in (50, 100, 150, 200, 250):  # the local ones may be deleted meanwhile
         shutil.rmtree(root / f"step-{step:08d}")
     save(root, 260, state_of(260.0))
-    (there / "step-00000240" / "rank-0.bin").write_bytes(b"of an attempt that was killed")
+    (remote_folder / "step-00000240" / "rank-0.bin").write_bytes(b"of an attempt that was killed")
     store.uploaders[0].notify_saved(260)
     store.wait_for(260, 1)
-    assert steps(there) == [100, 200, 260]
+    assert steps(remote_folder) == [100, 200, 260]
 
 
-def test_somebody_elses_change_there_is_noticed_and_mended(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many_files(root, 3, 2)
-    original, once = Uploader._commit_remote, [True]
+def test_foreign_change_in_store_is_repaired(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_for_ranks(root, 3, 2)
+    original, pending = Uploader._commit_remote, [True]
 
     def commit(self: Uploader, step: int, *args: Any) -> None:
-        if once and clock.wait_until(lambda: ".uploaded-1" in there.sizes(), LONG_S, 0.02):
-            once.pop()
-            (there / "rank-1.bin").write_bytes(b"x")
+        if pending and clock.wait_until(lambda: ".uploaded-1" in remote_folder.sizes(), LONG_S, 0.02):
+            pending.pop()
+            (remote_folder / "rank-1.bin").write_bytes(b"x")
         original(self, step, *args)
 
-    there = RemoteFolder(store.url) / "step-00000003"
+    remote_folder = RemoteFolder(store.url) / "step-00000003"
     monkeypatch.setattr(Uploader, "_commit_remote", commit)
     store.start(2)
     store.wait_for(3, 2)
-    assert any("has a different size than the uploaded file" in c.failure.message for _, c in store.told if c.failure)
-    assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
+    assert any(
+        "has a different size than the uploaded file" in c.failure.message for _, c in store.outcomes if c.failure
+    )
+    assert stored_files(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
-def test_shares_that_do_not_come_are_told(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_share_is_reported_after_timeout(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "SHARE_TIMEOUT_S", 0.1)
-    many_files(root, 3, 2)
+    save_for_ranks(root, 3, 2)
     store.start(2, missing=1)
-    assert clock.wait_until(lambda: any(c.failure for _, c in store.told), LONG_S, 0.02)
-    assert "the files of rank 1 did not arrive in 0.1 s" in store.told[0][1].failure.message  # type: ignore[union-attr]
+    assert clock.wait_until(lambda: any(c.failure for _, c in store.outcomes), LONG_S, 0.02)
+    assert "the files of rank 1 did not arrive in 0.1 s" in store.outcomes[0][1].failure.message  # type: ignore[union-attr]
 
 
-def test_what_rank_0_says_in_another_attempt_is_not_heard(store: Store, root: Path) -> None:
-    many_files(root, 3, 2)
+def test_announcement_of_another_attempt_is_ignored(store: Store, root: Path) -> None:
+    save_for_ranks(root, 3, 2)
     (root / ANNOUNCEMENT_FILE).write_text(json.dumps({"attempt": "1", "nth": 1, "upto": 0, "step": 3, "marker": "x"}))
     job = UploadJob(url=store.url, root=str(root), rank=1, world_size=2, attempt="2", policy=RetentionPolicy())
     uploader = Uploader(job, lambda c: None, lambda: None)
@@ -259,32 +257,30 @@ def test_what_rank_0_says_in_another_attempt_is_not_heard(store: Store, root: Pa
     assert uploader._read_announcement() is None
 
 
-def test_when_rank_0_is_gone_nobody_waits_for_it(store: Store, root: Path) -> None:
+def test_end_of_rank_0_releases_other_ranks(store: Store, root: Path) -> None:
     root.mkdir()
     first, second = store.start(2)
     store.wait_for(0, 1)
     first.stop()
     second.notify_saved(3)
     first.announce_end()
-    assert clock.wait_until(lambda: any(r == 1 and c.step >= 3 for r, c in store.told), LONG_S, 0.02)
+    assert clock.wait_until(lambda: any(r == 1 and c.step >= 3 for r, c in store.outcomes), LONG_S, 0.02)
 
 
-def test_a_copy_gives_way_to_a_save_and_ends_when_nobody_waits(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_yields_to_saves_and_stops_on_request(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CHUNK_BYTES", 1000)
-    asked: list[int] = []
+    calls: list[int] = []
     job = UploadJob(url=store.url, root=str(root), rank=0, world_size=1, attempt="1", policy=RetentionPolicy())
 
-    def save_is_over() -> None:
-        asked.append(1)
-        if len(asked) == 3:
+    def yield_to_save() -> None:
+        calls.append(1)
+        if len(calls) == 3:
             uploader.stop()
 
-    uploader = Uploader(job, lambda c: None, save_is_over)
+    uploader = Uploader(job, lambda c: None, yield_to_save)
     save(root, 3, state_of(3.0))
     thread = threading.Thread(target=uploader._run)
     thread.start()
     thread.join(LONG_S)
-    assert not thread.is_alive() and len(asked) == 3
+    assert not thread.is_alive() and len(calls) == 3
     assert not index.is_committed(RemoteFolder(store.url) / "step-00000003")

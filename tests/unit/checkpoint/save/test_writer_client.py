@@ -1,4 +1,4 @@
-"""Saves that go on while the training does: a process that writes, and what becomes of it."""
+"""Saves in the background: the writer process, its failures and its replacement."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def told() -> list[SaveResult]:
+def results() -> list[SaveResult]:
     return []
 
 
 @pytest.fixture
-def manager(tmp_path: Path, told: list[SaveResult]) -> Iterator[CheckpointManager]:
-    made = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}), on_commit=told.append)
-    made.start()
-    yield made
-    made.close()
+def manager(tmp_path: Path, results: list[SaveResult]) -> Iterator[CheckpointManager]:
+    manager = CheckpointManager(
+        tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}), on_commit=results.append
+    )
+    manager.start()
+    yield manager
+    manager.close()
 
 
 def writer_of(manager: CheckpointManager) -> psutil.Process:
@@ -66,8 +68,8 @@ def saved_value(root: Path, step: int) -> float:
     return float(state["weights"][0])
 
 
-def test_a_save_is_over_before_it_is_written_and_later_changes_do_not_reach_it(
-    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
+def test_save_returns_before_write_and_ignores_later_changes(
+    manager: CheckpointManager, results: list[SaveResult], tmp_path: Path
 ) -> None:
     state = state_of(1.0)
     writer = writer_of(manager)
@@ -75,17 +77,17 @@ def test_a_save_is_over_before_it_is_written_and_later_changes_do_not_reach_it(
     assert manager.save(3, state) is None
     state["weights"].fill_(2.0)
     assert not manager.poll()
-    assert inspect.list_checkpoints(tmp_path / "c") == [] and told == []
+    assert inspect.list_checkpoints(tmp_path / "c") == [] and results == []
     writer.resume()
-    assert clock.wait_until(lambda: (manager.poll(), told)[1] != [], 60.0)  # without anybody who waits for it
-    assert [s.step for s in told] == [3]
-    assert told[0].stall_s < told[0].save_s
+    assert clock.wait_until(lambda: (manager.poll(), results)[1] != [], 60.0)  # without a wait for the save
+    assert [s.step for s in results] == [3]
+    assert results[0].stall_s < results[0].save_s
     manager.wait_for_saves()
-    assert [s.step for s in told] == [3]  # told once
+    assert [s.step for s in results] == [3]  # reported once
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
-def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_next_save_waits_for_staging_memory(manager: CheckpointManager, tmp_path: Path) -> None:
     state = state_of(1.0)
     writer = writer_of(manager)
     writer.suspend()
@@ -102,59 +104,59 @@ def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManag
 
 
 @pytest.fixture
-def limited(tmp_path: Path, told: list[SaveResult]) -> Iterator[tuple[CheckpointManager, list[float]]]:
-    """A manager, and the moment at which waiting ends, once there is one."""
-    until: list[float] = []
-    made = CheckpointManager(
+def limited(tmp_path: Path, results: list[SaveResult]) -> Iterator[tuple[CheckpointManager, list[float]]]:
+    """A manager, and a list into which a test puts the deadline for waits."""
+    deadline: list[float] = []
+    manager = CheckpointManager(
         tmp_path / "c",
         Ranks(),
         CheckpointConfig(attempt="1", layout={}),
-        get_deadline=lambda: until[0] if until else None,
-        on_commit=told.append,
+        get_deadline=lambda: deadline[0] if deadline else None,
+        on_commit=results.append,
     )
-    made.start()
-    yield made, until
-    made.close()
+    manager.start()
+    yield manager, deadline
+    manager.close()
 
 
-def test_a_save_is_given_up_at_the_deadline(
-    limited: tuple[CheckpointManager, list[float]], told: list[SaveResult], tmp_path: Path
+def test_save_is_abandoned_at_deadline(
+    limited: tuple[CheckpointManager, list[float]], results: list[SaveResult], tmp_path: Path
 ) -> None:
-    manager, until = limited
+    manager, deadline = limited
     manager.save(3, state_of(1.0), wait=True)
     writer = writer_of(manager)
     writer.suspend()
-    until.append(clock.monotonic() + 0.2)
+    deadline.append(clock.monotonic() + 0.2)
     with pytest.raises(DeadlineExceeded, match=r"step 6 was not saved: rank 0: .*before this process must end"):
         manager.save(6, state_of(2.0), wait=True)
-    assert [s.step for s in told] == [3]
-    assert saved_value(tmp_path / "c", 3) == 1.0  # which also clears away what the other one has left
+    assert [s.step for s in results] == [3]
+    assert saved_value(tmp_path / "c", 3) == 1.0  # the restore also removes the staging folder of step 6
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
     writer.resume()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["before_commit_marker", "during_publish", "during_prune"])
-def test_the_deadline_may_fall_into_the_commit(
+def test_deadline_during_commit(
     limited: tuple[CheckpointManager, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    manager, until = limited
+    manager, deadline = limited
     manager.save(3, state_of(1.0), wait=True)
     manager._pending.worker.close()
-    monkeypatch.setenv(settings.FAULT_AT, f"{point}:0:1:STOP")  # of the next process
-    until.append(clock.monotonic() + 0.5)
+    monkeypatch.setenv(settings.FAULT_AT, f"{point}:0:1:STOP")  # for the next writer
+    deadline.append(clock.monotonic() + 0.5)
     with pytest.raises(DeadlineExceeded, match="step 6 was not saved"):
         manager.save(6, state_of(2.0), wait=True)
     hung = writer_of(manager)
     assert clock.wait_until(lambda: hung.status() == psutil.STATUS_STOPPED, 10.0)
-    manager.close(20.0)  # not waited for again
+    manager.close(20.0)  # does not wait again
     step, value = (6, 2.0) if point == "during_prune" else (3, 1.0)
     assert saved_value(tmp_path / "c", step) == value
     hung.kill()
 
 
-def test_what_a_late_writer_makes_again_is_no_hindrance(manager: CheckpointManager, tmp_path: Path) -> None:
-    """Of a save that was cleared away before: engines on top of libraries make its folder anew."""
+def test_folder_recreated_by_late_writer_is_removed(manager: CheckpointManager, tmp_path: Path) -> None:
+    """Its save was swept before: engines based on libraries create the folder again."""
     root = tmp_path / "c"
     manager.save(3, state_of(1.0), wait=True)
     for name in (".step-00000006-1-abcd", ".swept.step-00000006-1-abcd"):
@@ -170,8 +172,8 @@ def test_what_a_late_writer_makes_again_is_no_hindrance(manager: CheckpointManag
     assert [p.name for p in root.iterdir()] == ["step-00000003"]
 
 
-def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
-    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
+def test_killed_writer_is_replaced_without_loss(
+    manager: CheckpointManager, results: list[SaveResult], tmp_path: Path
 ) -> None:
     writer = writer_of(manager)
     writer.suspend()
@@ -182,17 +184,17 @@ def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
     assert saved_value(tmp_path / "c", 3) == 1.0
     manager.save(6, state_of(2.0))
     manager.wait_for_saves()
-    assert [s.step for s in told] == [3, 6]
+    assert [s.step for s in results] == [3, 6]
 
 
 @pytest.mark.parametrize("point", ["during_write", "after_write", "before_commit_marker", "after_commit_marker"])
-def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
+def test_replacement_writer_continues_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
     manager._pending.worker.close()
     os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
     try:
         manager._pending.worker = WriterClient("raw")
         manager.start()
-        writer_of(manager)  # it has its environment
+        writer_of(manager)  # it has inherited the environment
     finally:
         del os.environ[settings.FAULT_AT]
     manager.save(3, state_of(1.0))
@@ -201,7 +203,7 @@ def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_p
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
 
 
-def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
+def test_full_disk_is_reported_at_next_save(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.save(3, state_of(1.0), wait=True)
@@ -219,7 +221,7 @@ def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000003", "step-00000009"]
 
 
-def test_what_ends_a_job_does_not_end_the_writer(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_writer_ignores_job_signals(manager: CheckpointManager, tmp_path: Path) -> None:
     manager.save(3, state_of(1.0), wait=True)
     writer = writer_of(manager)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
@@ -228,7 +230,7 @@ def test_what_ends_a_job_does_not_end_the_writer(manager: CheckpointManager, tmp
     assert writer_of(manager).pid == writer.pid
 
 
-def test_the_writer_ends_with_its_rank_when_its_work_is_done(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_writer_finishes_its_work_after_close(manager: CheckpointManager, tmp_path: Path) -> None:
     writer = writer_of(manager)
     writer.suspend()
     manager.save(3, state_of(1.0))
@@ -238,17 +240,13 @@ def test_the_writer_ends_with_its_rank_when_its_work_is_done(manager: Checkpoint
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
-def test_closing_waits_for_what_is_under_way(
-    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
-) -> None:
+def test_close_waits_for_pending_saves(manager: CheckpointManager, results: list[SaveResult], tmp_path: Path) -> None:
     manager.save(3, state_of(1.0))
     manager.close(60.0)
-    assert [s.step for s in told] == [3]
+    assert [s.step for s in results] == [3]
 
 
-def test_without_enough_memory_the_copy_is_a_file_without_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staging_uses_unnamed_file_if_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "available_memory", lambda: 1000)
     (tmp_path / "c").mkdir()
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))
@@ -259,7 +257,7 @@ def test_without_enough_memory_the_copy_is_a_file_without_a_name(
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
-def test_room_that_was_reserved_is_what_the_save_takes(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_save_uses_reserved_memory(manager: CheckpointManager, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     state = state_of(1.0)
     manager.reserve(state)
@@ -270,18 +268,18 @@ def test_room_that_was_reserved_is_what_the_save_takes(manager: CheckpointManage
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
-def test_memory_grows_with_the_state(tmp_path: Path) -> None:
-    made = StagingBuffer(tmp_path, CPU)
-    made.stage([to_local_shard("a", "other", torch.zeros(10))])
-    small, fd = made.size, made.fd
-    made.stage([to_local_shard("a", "other", torch.zeros(10))])
-    assert (made.size, made.fd) == (small, fd)
-    made.stage([to_local_shard("a", "other", torch.zeros(10)), to_local_shard("b", "other", torch.ones(2_000_000))])
-    assert made.size >= 8_000_000 > small
-    made.close()
+def test_staging_memory_grows_with_state(tmp_path: Path) -> None:
+    buffer = StagingBuffer(tmp_path, CPU)
+    buffer.stage([to_local_shard("a", "other", torch.zeros(10))])
+    size_before, fd = buffer.size, buffer.fd
+    buffer.stage([to_local_shard("a", "other", torch.zeros(10))])
+    assert (buffer.size, buffer.fd) == (size_before, fd)
+    buffer.stage([to_local_shard("a", "other", torch.zeros(10)), to_local_shard("b", "other", torch.ones(2_000_000))])
+    assert buffer.size >= 8_000_000 > size_before
+    buffer.close()
 
 
-def test_the_limit_of_the_jobs_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_limit_bounds_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 400000\n")
@@ -291,8 +289,8 @@ def test_the_limit_of_the_jobs_cgroup_counts(tmp_path: Path, monkeypatch: pytest
     assert available_memory() > 700_000
 
 
-def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tmp_path: Path) -> None:
-    """The new memory may get the number of the old one's file descriptor; the writer must not go on with the old."""
+def test_save_larger_than_staging_memory_is_complete(manager: CheckpointManager, tmp_path: Path) -> None:
+    """The new memory may get the old one's file descriptor number; the writer must not continue with the old memory."""
     for step, size in ((3, 1_000), (6, 1_000_000), (9, 3_000_000)):
         manager.save(step, {"x": torch.full((size,), float(step))}, wait=True)
         state = {"x": torch.zeros(size)}
@@ -304,54 +302,54 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("what", ["flipped", "truncated", "missing"])
-def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: bool, what: str) -> None:
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_damage_in_large_shard_is_reported_with_offset(tmp_path: Path, alone: bool, damage: str) -> None:
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     saved = manager.save(1, {"x": torch.arange(5_000_000, dtype=torch.int32)})
     assert saved is not None
     shard = index.read_manifest(saved.path).tensors[0].shards[0]
     path = saved.path / shard.file
     at = shard.offset + 2 * BLOCK_BYTES + 5
-    if what == "flipped":
+    if damage == "flipped":
         with path.open("r+b") as file:
             file.seek(at)
             byte = file.read(1)[0]
             file.seek(at)
             file.write(bytes([byte ^ 1]))
-        said = f"checksum of bytes {at - 5} to {at - 5 + BLOCK_BYTES} differs"
-    elif what == "truncated":
+        reason = f"checksum of bytes {at - 5} to {at - 5 + BLOCK_BYTES} differs"
+    elif damage == "truncated":
         os.truncate(path, at)
-        said = f"ends at byte {at}"
+        reason = f"ends at byte {at}"
     else:
         path.unlink()
-        said = "No such file"
-    with pytest.raises(DamagedCheckpoint, match=said):
+        reason = "No such file"
+    with pytest.raises(DamagedCheckpoint, match=reason):
         read_into(memoryview(bytearray(shard.nbytes)), saved.path, shard, 0, alone=alone)
 
 
-def test_a_read_that_is_cut_short_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system in user space may answer with less than was asked for, in the middle of a file."""
+def test_short_read_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system in user space may return fewer bytes than requested, even in the middle of a file."""
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     whole = torch.arange(5_000_000, dtype=torch.int32)
     saved = manager.save(1, {"x": whole})
     assert saved is not None
     shard = index.read_manifest(saved.path).tensors[0].shards[0]
-    original, asked = os.preadv, []
+    original, offsets = os.preadv, []
 
     def preadv(fd: int, into: list[memoryview], offset: int) -> int:
-        asked.append(offset)
+        offsets.append(offset)
         return original(fd, [into[0][:-512]] if len(into[0]) > 4096 else into, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
     data = bytearray(shard.nbytes)
     read_into(memoryview(data), saved.path, shard, 0, alone=True)
     assert data == whole.numpy().tobytes()
-    assert len(asked) > 2
+    assert len(offsets) > 2
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_any_part_of_a_shard_reads_right(tmp_path: Path, alone: bool) -> None:
-    """Parts that begin and end anywhere in blocks, the last of which is short."""
+def test_any_range_of_a_shard_can_be_read(tmp_path: Path, alone: bool) -> None:
+    """Ranges that start and end anywhere in blocks, the last of which is short."""
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     whole = torch.arange(5_000_000, dtype=torch.int32)  # 4.8 blocks
     saved = manager.save(1, {"x": whole})

@@ -13,7 +13,7 @@ from clustertrain.diagnose.checks.init_loss import initial_loss
 from clustertrain.train.models import losses
 
 
-def recipe(**tables: Any) -> Recipe:
+def make_recipe(**tables: Any) -> Recipe:
     return build(tables, Recipe, "recipe.toml")
 
 
@@ -38,23 +38,23 @@ def mean(summed: tuple[torch.Tensor, torch.Tensor | int]) -> float:
 def test_initial_loss_matches_uninformative_outputs(
     tables: dict[str, Any], classes: int | None, logits: torch.Tensor
 ) -> None:
-    given = recipe(**tables)
-    expected = initial_loss(given, classes)
+    recipe = make_recipe(**tables)
+    expected = initial_loss(recipe, classes)
     targets = torch.arange(logits[..., 0].numel()).reshape(logits.shape[:-1]) % (classes or 10**6)
     assert expected is not None
-    assert mean(losses.build_loss(given)(logits, targets)) == pytest.approx(expected.loss, rel=1e-6)  # type: ignore[arg-type]
+    assert mean(losses.build_loss(recipe)(logits, targets)) == pytest.approx(expected.loss, rel=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["mse", "l1", "huber"])
 def test_initial_loss_of_regression_matches_zero_outputs(kind: str) -> None:
-    given = recipe(objective={"kind": kind, "delta": 0.7}, model={"entry": "nets:Net"})
+    recipe = make_recipe(objective={"kind": kind, "delta": 0.7}, model={"entry": "nets:Net"})
     targets = random(50, 2) + 1
-    expected = initial_loss(given, None, targets)
+    expected = initial_loss(recipe, None, targets)
     assert expected is not None
-    found = losses.build_loss(given)(torch.zeros_like(targets), targets)
-    assert mean(found) == pytest.approx(expected.loss, rel=1e-5)  # type: ignore[arg-type]
+    actual = losses.build_loss(recipe)(torch.zeros_like(targets), targets)
+    assert mean(actual) == pytest.approx(expected.loss, rel=1e-5)  # type: ignore[arg-type]
 
 
 def test_initial_loss_is_none_when_unknown() -> None:
-    assert initial_loss(recipe(), None) is None
-    assert initial_loss(recipe(objective={"kind": "mse"}, model={"entry": "nets:Net"}), None) is None
+    assert initial_loss(make_recipe(), None) is None
+    assert initial_loss(make_recipe(objective={"kind": "mse"}, model={"entry": "nets:Net"}), None) is None

@@ -1,4 +1,4 @@
-"""The memory formulas against numbers that others have published or that follow by hand."""
+"""The memory formulas compared with published numbers and with numbers calculated by hand."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ LLAMA_7B = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=3
 def rank(
     layout: Layout, model: ModelSpec = LLAMA_7B, *, capacity_gib: float | None = 80.0, **changes: Any
 ) -> MemoryEstimate:
-    given: dict[str, Any] = {"seq_len": 2048, "micro_batch": 1, "precision": "bf16", "device": "cuda", **changes}
-    return estimate_memory(model, layout, PassConfig(**given), capacity_gib)
+    config_fields: dict[str, Any] = {
+        "seq_len": 2048,
+        "micro_batch": 1,
+        "precision": "bf16",
+        "device": "cuda",
+        **changes,
+    }
+    return estimate_memory(model, layout, PassConfig(**config_fields), capacity_gib)
 
 
 def test_llama_7b_parameter_count() -> None:
@@ -43,8 +49,8 @@ def test_fsdp_divides_the_states_and_gathers_units() -> None:
 
 def test_fsdp_keeps_whole_gradients_between_micro_batches() -> None:
     sharded = Layout(strategy="fsdp", dp_shard=8)
-    once, often = rank(sharded), rank(sharded, grad_accum=4)
-    assert ((often.grads_gib or 0) - (once.grads_gib or 0)) * GIB > 3 * LLAMA_7B.parameters()
+    once, several = rank(sharded), rank(sharded, grad_accum=4)
+    assert ((several.grads_gib or 0) - (once.grads_gib or 0)) * GIB > 3 * LLAMA_7B.parameters()
     assert rank(Layout(), grad_accum=4) == rank(Layout())
 
 
@@ -53,16 +59,16 @@ def test_ddp_adds_only_process_group() -> None:
     assert (ddp.peak_gib or 0) - (single.peak_gib or 0) == pytest.approx(1.0)
 
 
-def test_a_7b_model_needs_sharding_on_80_gib() -> None:
+def test_7b_model_needs_sharding_on_80_gib() -> None:
     assert rank(Layout(strategy="ddp", dp_replicate=8)).fits is False
     assert rank(Layout(strategy="fsdp", dp_shard=8)).fits is True
 
 
 def test_activations_match_korthikanti() -> None:
-    """34 sbh a layer for a GELU MLP of width 4 h with dropout, without stored attention scores."""
+    """34 sbh per layer for a GELU MLP of width 4 h with dropout, without stored attention scores."""
     model = ModelSpec(dim=1024, layers=10, heads=16, kv_heads=16, ffn_dim=4096)
-    counted = activation_bytes(model, PassConfig(512, 1, precision="bf16", device="cuda"))
-    assert 0.9 < counted / (10 * 34 * 512 * 1024) < 1.5
+    estimated = activation_bytes(model, PassConfig(512, 1, precision="bf16", device="cuda"))
+    assert 0.9 < estimated / (10 * 34 * 512 * 1024) < 1.5
 
 
 def test_autocast_keeps_more_than_cast_parameters() -> None:
@@ -81,7 +87,7 @@ def test_activations_grow_with_micro_batch_and_sequence() -> None:
 
 
 def test_label_smoothing_gathers_logits() -> None:
-    """A rank has its part of them, and the loss those of the whole vocabulary."""
+    """A rank holds its part of the logits, and the loss gathers those of the whole vocabulary."""
     model, run, split = ModelSpec(vocab_size=1000), PassConfig(10, 1, precision="bf16"), Layout(tp=4)
     smoothed = dataclasses.replace(CLUSTERTRAIN, whole_logits=True)
     assert logits_bytes(model, run, split) == 10 * 1000 * 14 / 4
@@ -118,7 +124,7 @@ def test_zero1_divides_optimizer_only() -> None:
     """4 Psi of weights and 4 of gradients in fp32, 8 Psi / N of AdamW (arXiv 1910.02054, section 5.1)."""
     memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), precision="fp32")
     assert states(memory) == pytest.approx((8 + 8 / 8) * LLAMA_7B.parameters(), rel=1e-6)
-    # Whole parameters are dealt out: with very many ranks one still has the largest of them.
+    # Whole parameters are assigned to ranks: even with very many ranks, one of them holds the largest parameter.
     many = rank(Layout(strategy="zero1", zero1=True, dp_replicate=4096), precision="fp32")
     assert (many.optimizer_gib or 0) * GIB == 8 * 32000 * 4096
 
@@ -157,14 +163,14 @@ def test_tp_divides_matrices_and_sp_the_rest() -> None:
     one, two = rank(Layout(), precision="fp32"), rank(Layout(tp=2), precision="fp32")
     norms = 4096 * (2 * 32 + 1)
     assert states(two) == pytest.approx(16 * ((LLAMA_7B.parameters() - norms) / 2 + norms))
-    along = rank(Layout(tp=2, sequence_parallel=True), precision="fp32")
-    assert (one.activations_gib or 0) > (two.activations_gib or 0) > (along.activations_gib or 0)
+    with_sequence_parallel = rank(Layout(tp=2, sequence_parallel=True), precision="fp32")
+    assert (one.activations_gib or 0) > (two.activations_gib or 0) > (with_sequence_parallel.activations_gib or 0)
     assert (two.logits_gib or 0) == (one.logits_gib or 0) / 2
     whole = rank(Layout(tp=2), precision="fp32", parallel=ParallelSpec(loss_parallel=False))
     assert whole.logits_gib == one.logits_gib
 
 
-def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> MemoryEstimate:
+def estimate_pipelined(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> MemoryEstimate:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, reshard_after_forward=False)
     return rank(layout, **{"grad_accum": 16, **changes})
 
@@ -172,18 +178,18 @@ def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> MemoryEst
 def test_stage_has_layers_and_one_end() -> None:
     table = 32000 * 4096
     blocks = 8 * LLAMA_7B.block_parameters()
-    assert states(piped(precision="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
+    assert states(estimate_pipelined(precision="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
 
 
 def test_in_flight_matches_papers() -> None:
-    few = piped(precision="fp32").activations_gib or 0
-    assert (piped("gpipe", precision="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
-    assert (piped("interleaved", 2, precision="fp32").activations_gib or 0) == pytest.approx(
+    few = estimate_pipelined(precision="fp32").activations_gib or 0
+    assert (estimate_pipelined("gpipe", precision="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
+    assert (estimate_pipelined("interleaved", 2, precision="fp32").activations_gib or 0) == pytest.approx(
         few * (1 + 3 / 8), rel=0.01
     )
-    # The first rank of 1F1B holds about as many layers as the model has: 4 micro-batches of a quarter.
+    # The first rank of 1F1B holds about as many layers as the model has: 4 micro-batches of a quarter of the layers.
     assert few == pytest.approx(rank(Layout(), precision="fp32").activations_gib, rel=0.01)
-    assert (piped(precision="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
+    assert (estimate_pipelined(precision="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
 
 
 def test_last_rank_peaks_with_large_vocabulary() -> None:
@@ -201,7 +207,7 @@ def test_checkpointing_keeps_inputs_and_one_layer() -> None:
     assert full < selective < none
     tokens, layers = 2048, 32
     working = none / layers * GIB
-    assert full * GIB == pytest.approx(2 * tokens * 4096 * layers + working, rel=0.05)  # 2 s b h a layer
+    assert full * GIB == pytest.approx(2 * tokens * 4096 * layers + working, rel=0.05)  # 2 s b h per layer
 
 
 def test_offload_keeps_gathered_on_device() -> None:

@@ -1,7 +1,7 @@
-"""The plan's count of activations and parameters of one rank against what torch holds after a forward pass.
+"""The plan's estimate of a rank's activations and parameters, compared with what torch holds after a forward pass.
 
-One process takes the place of one rank of several: in torch's fake process group collectives move nothing, and shapes
-and lifetimes are the real ones.
+One process stands for one of several ranks: in torch's fake process group, collectives move no data, but shapes and
+lifetimes are real.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LAYOUTS = {
 
 
 @contextmanager
-def last_of(world_size: int) -> Iterator[Any]:
-    """The mesh of a rank that is alone, as the last of ``world_size``."""
+def mesh_of_last_rank(world_size: int) -> Iterator[Any]:
+    """Yield the mesh of the last of ``world_size`` ranks, the only one that runs."""
     dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
     try:
         yield init_device_mesh("cpu", (world_size,))
@@ -51,13 +51,13 @@ def last_of(world_size: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def held(layout: Layout, mode: str) -> dict[str, int]:
-    """Bytes of parameters and activations (without the logits) that the last rank of ``layout`` holds."""
+def measure_bytes(layout: Layout, mode: str) -> dict[str, int]:
+    """Return the bytes of parameters and activations (without logits) that the last rank of ``layout`` holds."""
     context = SimpleNamespace(layout=layout, precision="fp32", parallel=ParallelSpec(), device=torch.device("cpu"))
     model = Decoder(MODEL).train()
     if mode == "cast":
         model = model.to(torch.bfloat16)
-    with last_of(layout.tp * layout.cp) as mesh:
+    with mesh_of_last_rank(layout.tp * layout.cp) as mesh:
         if layout.tp > 1:
             tensor_parallel.apply(model, context, mesh)  # type: ignore[arg-type]
         if layout.cp > 1:
@@ -69,8 +69,8 @@ def held(layout: Layout, mode: str) -> dict[str, int]:
         with tracker, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
                 logits = model(tokens)
-            (found,) = tracker.get_tracker_snapshot("current").values()
-    sizes = {str(kind).rpartition(".")[2]: size for kind, size in found.items()}
+            (measured,) = tracker.get_tracker_snapshot("current").values()
+    sizes = {str(kind).rpartition(".")[2]: size for kind, size in measured.items()}
     local = logits.to_local() if hasattr(logits, "to_local") else logits
     return {"params": sizes["PARAM"], "activations": sizes["ACT"] - local.numel() * local.element_size()}
 
@@ -82,18 +82,20 @@ def test_activation_count_matches_torch(name: str, checkpointing: str, mode: str
     plain = LAYOUTS[name]
     layout = msgspec.structs.replace(plain, activation_checkpointing=checkpointing)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if mode == "fp32" else "bf16")
-    counted = activation_bytes(MODEL, run, layout)
-    if checkpointing != "none":  # room for the block that is redone, which is not there yet
-        counted -= activation_bytes(MODEL, run, plain, RankStage(1)) - activation_bytes(MODEL, run, plain, RankStage(0))
-    found = held(layout, mode)
-    tables = 3 * LENGTH * MODEL.dim // MODEL.heads * 4  # of the rotary embedding, once a model
-    assert counted == pytest.approx(found["activations"], rel=0.005, abs=tables)
+    estimated = activation_bytes(MODEL, run, layout)
+    if checkpointing != "none":  # the estimate includes the block that is recomputed later
+        estimated -= activation_bytes(MODEL, run, plain, RankStage(1)) - activation_bytes(
+            MODEL, run, plain, RankStage(0)
+        )
+    measured = measure_bytes(layout, mode)
+    tables = 3 * LENGTH * MODEL.dim // MODEL.heads * 4  # of the rotary embedding, once per model
+    assert estimated == pytest.approx(measured["activations"], rel=0.005, abs=tables)
 
 
-def peak_of_loss(dtype: torch.dtype) -> int:
-    """Bytes at the peak of a smoothed loss and its backward pass, with the logits that are split over two ranks."""
+def measure_loss_peak(dtype: torch.dtype) -> int:
+    """Return the peak bytes of a smoothed loss and its backward pass with logits split over two ranks."""
     context = SimpleNamespace(layout=Layout(tp=2), parallel=ParallelSpec())
-    with last_of(2) as mesh, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
+    with mesh_of_last_rank(2) as mesh, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
         part = torch.randn(BATCH, LENGTH, VOCABULARY // 2, dtype=dtype, requires_grad=True)
         targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
         tracker = MemTracker()
@@ -102,19 +104,21 @@ def peak_of_loss(dtype: torch.dtype) -> int:
             logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
             loss, _ = losses.cross_entropy(logits, targets, smoothing=0.1)
             loss.backward()
-        (found,) = tracker.get_tracker_snapshot("peak").values()
-    return int(found["Total"])
+        (measured,) = tracker.get_tracker_snapshot("peak").values()
+    return int(measured["Total"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_label_smoothing_needs_whole_logits(dtype: torch.dtype) -> None:
     model, split = msgspec.structs.replace(MODEL, vocab_size=VOCABULARY), Layout(tp=2)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if dtype == torch.float32 else "bf16")
-    counted = logits_bytes(model, run, split, replace(CLUSTERTRAIN, whole_logits=True))
-    assert counted == pytest.approx(peak_of_loss(dtype), rel=0.05) and counted > 1.5 * logits_bytes(model, run, split)
+    estimated = logits_bytes(model, run, split, replace(CLUSTERTRAIN, whole_logits=True))
+    assert estimated == pytest.approx(measure_loss_peak(dtype), rel=0.05) and estimated > 1.5 * logits_bytes(
+        model, run, split
+    )
 
 
 @pytest.mark.parametrize("name", ["single", "tp", "tp-sp"])
 def test_rank_parameters_match_torch(name: str) -> None:
     planned = estimate_memory(MODEL, LAYOUTS[name], PassConfig(LENGTH, BATCH), None)
-    assert planned.params_gib == pytest.approx(held(LAYOUTS[name], "fp32")["params"] / GIB)
+    assert planned.params_gib == pytest.approx(measure_bytes(LAYOUTS[name], "fp32")["params"] / GIB)

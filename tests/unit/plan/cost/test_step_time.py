@@ -1,4 +1,4 @@
-"""The predicted time of a step follows from the physics: more work takes longer, what is hidden costs little."""
+"""Sanity of the predicted step time: more work takes longer, and hidden communication costs little."""
 
 from __future__ import annotations
 
@@ -29,37 +29,55 @@ def machine(name: str = "h100", precision: str = "bf16") -> Machine:
 
 
 def step(layout: Layout, gpu: str = "h100", model: DecoderSizes = LLAMA_8B, **changes: Any) -> StepEstimate:
-    given: dict[str, Any] = {"seq_len": 8192, "micro_batch": 1, "precision": "bf16", "device": "cuda", **changes}
-    return step_time.estimate_step(model, layout, PassConfig(**given), CLUSTERTRAIN, machine(gpu))
+    config_fields: dict[str, Any] = {
+        "seq_len": 8192,
+        "micro_batch": 1,
+        "precision": "bf16",
+        "device": "cuda",
+        **changes,
+    }
+    return step_time.estimate_step(model, layout, PassConfig(**config_fields), CLUSTERTRAIN, machine(gpu))
 
 
-def block(
+def block_seconds(
     tokens: int, tp: int = 1, model: DecoderSizes = LLAMA_8B, gpu: str = "h100", precision: str = "bf16"
 ) -> float:
     rates = machine(gpu, precision).rates
-    found = compute.block_s(model, tokens, 8192, tp, tp, CLUSTERTRAIN, rates)
-    return found.forward_s + found.backward_s
+    seconds = compute.block_s(model, tokens, 8192, tp, tp, CLUSTERTRAIN, rates)
+    return seconds.forward_s + seconds.backward_s
 
 
 def test_time_scales_with_tokens() -> None:
-    assert block(16_384) == pytest.approx(2 * block(8192), rel=0.05)
+    assert block_seconds(16_384) == pytest.approx(2 * block_seconds(8192), rel=0.05)
 
 
 def test_small_pieces_run_less_efficiently() -> None:
-    assert 16 * block(512) > 1.1 * block(8192)
-    shares = [tp * block(8192, tp) for tp in (1, 2, 4, 8)]  # GPU-seconds for the same work
+    assert 16 * block_seconds(512) > 1.1 * block_seconds(8192)
+    shares = [tp * block_seconds(8192, tp) for tp in (1, 2, 4, 8)]  # GPU-seconds for the same work
     assert shares == sorted(shares) and shares[-1] > 1.02 * shares[0]
 
 
 def test_unaligned_width_is_slower() -> None:
     odd = dataclasses.replace(LLAMA_8B, hidden=14_336 + 1)
-    assert block(8192, model=odd) > 1.2 * block(8192)
+    assert block_seconds(8192, model=odd) > 1.2 * block_seconds(8192)
 
 
 def test_speed_by_gpu_and_precision() -> None:
-    assert block(8192, gpu="b200") < block(8192, gpu="h100") < block(8192, gpu="a100") < block(8192, gpu="v100")
-    assert block(8192, precision="fp8") < block(8192) < block(8192, precision="tf32") < block(8192, precision="fp32")
-    assert block(8192, gpu="a100", precision="fp8") == block(8192, gpu="a100")  # which has no 8 bit
+    assert (
+        block_seconds(8192, gpu="b200")
+        < block_seconds(8192, gpu="h100")
+        < block_seconds(8192, gpu="a100")
+        < block_seconds(8192, gpu="v100")
+    )
+    assert (
+        block_seconds(8192, precision="fp8")
+        < block_seconds(8192)
+        < block_seconds(8192, precision="tf32")
+        < block_seconds(8192, precision="fp32")
+    )
+    assert block_seconds(8192, gpu="a100", precision="fp8") == block_seconds(
+        8192, gpu="a100"
+    )  # it has no 8-bit matmuls
 
 
 def test_no_gpu_exceeds_its_data_sheet() -> None:
@@ -87,52 +105,55 @@ def msgspec_replace(layout: Layout, **changes: Any) -> Layout:
     return Layout(**{**{f: getattr(layout, f) for f in layout.__struct_fields__}, **changes})
 
 
-def piped(virtual: int = 1, schedule: str = "1f1b", accumulate: int = 16, vocab: int = 64) -> StepEstimate:
+def estimate_pipelined(virtual: int = 1, schedule: str = "1f1b", accumulate: int = 16, vocab: int = 64) -> StepEstimate:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, reshard_after_forward=False)
-    # Almost no head: the bubble is that of filling and draining alone.
+    # Almost no head, so that only filling and draining cause the bubble.
     return step(layout, model=dataclasses.replace(LLAMA_8B, vocab_size=vocab), grad_accum=accumulate)
 
 
 def test_pipeline_bubble_matches_paper() -> None:
-    """(p - 1) / (v m) of the working time: arXiv 2104.04473, section 2.2."""
+    """The bubble is (p - 1) / (v m) of the compute time (arXiv 2104.04473, section 2.2)."""
     for virtual in (1, 2, 4):
         for micro_batches in (8, 16, 32):
-            made = piped(virtual, "interleaved" if virtual > 1 else "1f1b", micro_batches)
-            assert made.bubble_s / made.compute_s == pytest.approx(3 / (virtual * micro_batches), rel=0.1)
+            estimate = estimate_pipelined(virtual, "interleaved" if virtual > 1 else "1f1b", micro_batches)
+            assert estimate.bubble_s / estimate.compute_s == pytest.approx(3 / (virtual * micro_batches), rel=0.1)
 
 
 def test_bubble_and_sends_by_schedule() -> None:
     plain, interleaved, zero_bubble, zbv = (
-        piped(), piped(2, "interleaved"), piped(2, "zero-bubble"), piped(2, "zbv")
-    )  # fmt: skip
+        estimate_pipelined(),
+        estimate_pipelined(2, "interleaved"),
+        estimate_pipelined(2, "zero-bubble"),
+        estimate_pipelined(2, "zbv"),
+    )
     assert zbv.bubble_s < zero_bubble.bubble_s < interleaved.bubble_s < plain.bubble_s
     assert interleaved.pipeline_s == pytest.approx(2 * plain.pipeline_s)
 
 
 def test_interleaving_needs_micro_batches() -> None:
-    """One micro-batch is at one rank at a time, however many stages it passes there."""
+    """A single micro-batch is on one rank at a time, regardless of the number of stages per rank."""
     for virtual, schedule in ((1, "gpipe"), (2, "interleaved"), (8, "interleaved"), (2, "zero-bubble"), (2, "zbv")):
-        alone = piped(virtual, schedule, accumulate=1)
-        assert alone.bubble_s / alone.compute_s == pytest.approx(3, rel=0.1)
-    plain, interleaved = piped(1, "gpipe", 2), piped(4, "interleaved", 2)
+        single = estimate_pipelined(virtual, schedule, accumulate=1)
+        assert single.bubble_s / single.compute_s == pytest.approx(3, rel=0.1)
+    plain, interleaved = estimate_pipelined(1, "gpipe", 2), estimate_pipelined(4, "interleaved", 2)
     assert 2 * 0.9 < 2 * interleaved.bubble_s / interleaved.compute_s < 2 * plain.bubble_s / plain.compute_s
 
 
 def test_large_head_imbalances_stages() -> None:
-    """Where the stages have equally many blocks besides it; ours has fewer blocks with the head."""
+    """It does with equal numbers of blocks per stage; clustertrain gives the stage with the head fewer blocks."""
     wide = dataclasses.replace(LLAMA_8B, vocab_size=256_000)
     layout = Layout(pp=4, schedule="1f1b", reshard_after_forward=False)
     run = PassConfig(8192, 1, grad_accum=16, precision="bf16", device="cuda")
-    even, dealt = (
+    even, balanced = (
         step_time.estimate_step(wide, layout, run, stack, machine()).bubble_s
         for stack in (dataclasses.replace(CLUSTERTRAIN, even_stages=True), CLUSTERTRAIN)
     )
-    assert even > 1.5 * dealt and dealt < 1.5 * piped().bubble_s
+    assert even > 1.5 * balanced and balanced < 1.5 * estimate_pipelined().bubble_s
 
 
 def test_resharding_sends_more_than_keeping() -> None:
-    slow = Machine(dataclasses.replace(machine().network, fabric_bytes_s=1e9), machine().rates)  # nothing hides it
-    again, kept = (
+    slow = Machine(dataclasses.replace(machine().network, fabric_bytes_s=1e9), machine().rates)  # too slow to be hidden
+    resharded, kept = (
         step_time.estimate_step(
             LLAMA_8B,
             Layout(strategy=strategy, dp_shard=64, reshard_after_forward=strategy == "fsdp"),
@@ -142,15 +163,15 @@ def test_resharding_sends_more_than_keeping() -> None:
         )
         for strategy in ("fsdp", "fsdp-grad-op")
     )
-    assert again.data_s > 1.5 * kept.data_s  # once for the backward pass of each, besides the forward passes
-    assert again.compute_s == kept.compute_s
+    assert resharded.data_s > 1.5 * kept.data_s  # gathers again in every backward pass
+    assert resharded.compute_s == kept.compute_s
 
 
 def test_reduction_per_micro_batch_sends_more() -> None:
-    each, once = (
+    per_micro_batch, deferred = (
         step(Layout(strategy="fsdp", dp_shard=64, defer_reduction=defer), grad_accum=8) for defer in (False, True)
     )
-    assert each.data_s > once.data_s
+    assert per_micro_batch.data_s > deferred.data_s
 
 
 def test_sharding_inside_node_saves_traffic() -> None:
@@ -160,9 +181,9 @@ def test_sharding_inside_node_saves_traffic() -> None:
 
 
 def test_communication_hides_under_enough_work() -> None:
-    little, much = step(FSDP, seq_len=256), step(FSDP, seq_len=8192)
-    assert much.data_s < 0.05 * much.step_s
-    assert little.data_s > 0.2 * little.step_s
+    short, long = step(FSDP, seq_len=256), step(FSDP, seq_len=8192)
+    assert long.data_s < 0.05 * long.step_s
+    assert short.data_s > 0.2 * short.step_s
 
 
 @pytest.mark.parametrize(
@@ -178,9 +199,9 @@ def test_communication_hides_under_enough_work() -> None:
     ids=lambda layout: layout.describe(),
 )
 def test_step_time_is_sum_of_nonnegative_parts(layout: Layout) -> None:
-    made = step(layout, grad_accum=4)
-    parts = dataclasses.asdict(made)
-    assert min(parts.values()) >= 0 and sum(parts.values()) == pytest.approx(made.step_s)
+    estimate = step(layout, grad_accum=4)
+    parts = dataclasses.asdict(estimate)
+    assert min(parts.values()) >= 0 and sum(parts.values()) == pytest.approx(estimate.step_s)
     degrees = {"tensor_s": layout.tp, "context_s": layout.cp, "pipeline_s": layout.pp, "bubble_s": layout.pp,
                "data_s": layout.gradient_ranks}  # fmt: skip
     assert {name for name in degrees if parts[name] > 0} == {name for name, degree in degrees.items() if degree > 1}
@@ -222,7 +243,7 @@ def test_each_rank_updates_its_share_of_the_optimizer() -> None:
 def test_tiny_model_is_host_bound() -> None:
     tiny = DecoderSizes(vocab_size=256, dim=64, layers=4, heads=4, kv_heads=4, hidden=256)
     fast, slow = (step(Layout(), gpu, model=tiny, seq_len=64) for gpu in ("b200", "a100"))
-    assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.1)  # no GPU gets it done sooner
+    assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.1)  # launching kernels is the limit
     run = PassConfig(64, 1, precision="bf16", device="cuda")
     eager, fused = (
         step_time.estimate_step(tiny, Layout(), run, s, machine())
@@ -232,9 +253,9 @@ def test_tiny_model_is_host_bound() -> None:
 
 
 def test_predicted_rate_is_realistic() -> None:
-    """Published runs of dense models of this size reach 35 to 60 % of the peak: layout-tables' torchtitan rows on H100
-    with 8192 tokens a rank."""
-    made = step(FSDP, micro_batch=2)
+    """Published runs of dense models of this size reach 35 to 60 % of the peak (torchtitan rows of layout-tables, H100,
+    8192 tokens per rank)."""
+    estimate = step(FSDP, micro_batch=2)
     tokens = 2 * 8192
     flops = 6 * 8.03e9 * tokens + 12 * 32 * 8192 * 4096 * tokens / 2
-    assert 0.3 < flops / made.step_s / 989e12 < 0.65
+    assert 0.3 < flops / estimate.step_s / 989e12 < 0.65

@@ -1,4 +1,4 @@
-"""The memory of a model of one's own, from its count."""
+"""The memory of a user's model, estimated from its statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertrain.plan.cost.user_model import MemoryTrace, ModelStats, ModuleSta
 from clustertrain.plan.layout import Layout
 
 M = 1024 * 1024
-# Ten units of 20 M parameters and 56 M besides; 0.5 GiB of them are not trained.
+# Ten units of 20 M parameters and 56 M others; 0.5 GiB of them are not trained.
 MODEL = ModelStats(
     parameters=256 * M,
     parameter_bytes=GIB,
@@ -29,8 +29,8 @@ ONE = PassConfig(seq_len=8, micro_batch=2)
 
 
 def states(layout: Layout, run: PassConfig = ONE) -> tuple[float | None, float | None, float | None]:
-    found = user_model.estimate_user_model(MODEL, layout, run, None)
-    return found.params_gib, found.grads_gib, found.optimizer_gib
+    estimate = user_model.estimate_user_model(MODEL, layout, run, None)
+    return estimate.params_gib, estimate.grads_gib, estimate.optimizer_gib
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def states(layout: Layout, run: PassConfig = ONE) -> tuple[float | None, float |
         (Layout(tp=2), (0.75, 0.25, 0.5)),
         (Layout(pp=4, schedule="1f1b"), (0.5, 0.125, 0.25)),
     ],
+    ids=["single", "ddp", "zero1", "tp", "pp"],
 )
 def test_states_per_layout(layout: Layout, expected: tuple[float, ...]) -> None:
     assert states(layout) == expected
@@ -50,31 +51,36 @@ def test_states_per_layout(layout: Layout, expected: tuple[float, ...]) -> None:
 def test_sharded_rank_holds_shard_and_gathered() -> None:
     layout = Layout(strategy="fsdp", dp_shard=4)
     params, grads, optimizer = states(layout)
-    gathered = (56 + 2 * 20) * M * 4 / GIB  # the rest of the model, the running and the next unit
-    whole = (56 + 20) * M * 4 / GIB + 56 * M * 4 / GIB  # a gradient of each, and the copy that is reduced
+    gathered = (56 + 2 * 20) * M * 4 / GIB  # the other parameters, the current unit and the next one
+    whole = (56 + 20) * M * 4 / GIB + 56 * M * 4 / GIB  # a gradient for each, and the copy that is reduced
     assert (params, grads, optimizer) == pytest.approx((0.25 + 0.25 + gathered, 0.125 + whole, 0.25))
     kept, _, _ = states(msgspec.structs.replace(layout, reshard_after_forward=False))
     assert kept == pytest.approx(0.25 + 0.25 + 1.0)
-    _, late, _ = states(layout, PassConfig(seq_len=8, micro_batch=2, grad_accum=2))
-    assert late == pytest.approx(0.125 + 1.0 + 56 * M * 4 / GIB)  # nothing is reduced before the last micro-batch
+    _, deferred, _ = states(layout, PassConfig(seq_len=8, micro_batch=2, grad_accum=2))
+    assert deferred == pytest.approx(0.125 + 1.0 + 56 * M * 4 / GIB)  # nothing is reduced before the last micro-batch
 
 
 def test_model_without_units_is_gathered_whole() -> None:
     model = msgspec.structs.replace(MODEL, units=())
-    found = user_model.estimate_user_model(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
-    assert found.params_gib == pytest.approx(0.25 + 0.25 + 1.0)
+    estimate = user_model.estimate_user_model(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
+    assert estimate.params_gib == pytest.approx(0.25 + 0.25 + 1.0)
 
 
 def test_traced_step_gives_peak() -> None:
-    found = user_model.estimate_user_model(MODEL, Layout(), ONE, 8.0)
-    assert (found.activations_gib, found.peak_gib, found.fits, found.capacity_gib) == (None, None, None, 8.0)
+    estimate = user_model.estimate_user_model(MODEL, Layout(), ONE, 8.0)
+    assert (estimate.activations_gib, estimate.peak_gib, estimate.fits, estimate.capacity_gib) == (
+        None,
+        None,
+        None,
+        8.0,
+    )
     model = msgspec.structs.replace(
         MODEL, memory_trace=MemoryTrace(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={})
     )
-    found = user_model.estimate_user_model(model, Layout(), ONE, 8.0)
-    assert (found.activations_gib, found.overhead_gib, found.peak_gib, found.fits) == (3.0, 0.0, 5.75, True)
+    estimate = user_model.estimate_user_model(model, Layout(), ONE, 8.0)
+    assert (estimate.activations_gib, estimate.overhead_gib, estimate.peak_gib, estimate.fits) == (3.0, 0.0, 5.75, True)
     on_gpu = user_model.estimate_user_model(model, Layout(), PassConfig(seq_len=8, micro_batch=2, device="cuda"), 8.0)
-    assert on_gpu.overhead_gib == pytest.approx(1.0 + 0.05 * 5.75)  # the context, and what the allocator reserves more
+    assert on_gpu.overhead_gib == pytest.approx(1.0 + 0.05 * 5.75)  # the context, and the allocator's extra reserve
     assert (on_gpu.peak_gib, on_gpu.fits) == (pytest.approx(1.05 * 5.75 + 1.0), True)
     larger = msgspec.structs.replace(
         model, memory_trace=MemoryTrace(micro_batch=2, activations_bytes=4 * GIB, peak_bytes={})
@@ -86,8 +92,8 @@ def test_traced_step_gives_peak() -> None:
 
 
 def test_describe_stats() -> None:
-    words = user_model.describe_stats(MODEL, "nets:Net", Layout(tp=2), 2)
-    assert words == (
+    description = user_model.describe_stats(MODEL, "nets:Net", Layout(tp=2), 2)
+    assert description == (
         "counted: nets:Net has 268,435,456 parameters (float32); 134,217,728 of them trained; 268,435,456 bytes of "
         "buffers; most of them, 58,720,256, in embed; 10 layers to shard one by one; tp and pp taken as an even split"
     )

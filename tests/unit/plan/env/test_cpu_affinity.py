@@ -1,4 +1,4 @@
-"""Ranks on the processors near their GPUs, only where that costs them none."""
+"""Binding of ranks to the CPUs near their GPUs, only if no rank loses CPUs by it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def test_no_binding_if_ranks_lose_cpus() -> None:
     both_on_one = bind_to_gpu_numa(node(0, 0), 2, range(16))
     assert both_on_one.cpus == () and "less than their share" in both_on_one.reason
     assert bind_to_gpu_numa(node(0, 1), 2, (0, 1, 2, 4)).cpus == ()
-    assert (
-        bind_to_gpu_numa(node(0, 2, cpus=("0-1", "2-3", "4-5")), 2, range(4)).cpus == ()
-    )  # none at all on the third node
+    # The job has no CPU on the third NUMA node.
+    assert bind_to_gpu_numa(node(0, 2, cpus=("0-1", "2-3", "4-5")), 2, range(4)).cpus == ()
     assert bind_to_gpu_numa(node(0), 1, range(16)).cpus == ()
 
 

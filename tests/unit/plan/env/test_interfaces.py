@@ -1,4 +1,4 @@
-"""Interface, ports and GID index for eight kinds of node, and for nodes with something wrong."""
+"""Interface, ports and GID index for eight kinds of node, and for faulty nodes."""
 
 from __future__ import annotations
 
@@ -30,37 +30,39 @@ EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
 
 
 @cache
-def of(kind: str) -> NodeFacts:
+def facts_of(kind: str) -> NodeFacts:
     with TemporaryDirectory() as root:
         node = expand(kind, Path(root))
         return read_node(node.root, node.ip, node.gpus, {})
 
 
-def decided(facts: NodeFacts, user: tuple[str, ...] = (), towards: str = "", device: str = "cuda") -> dict[str, str]:
-    found = nccl.node_env(device, facts, user, route_interface=towards, several_nodes=True, dump_prefix="/logs/rank-")
-    assert all(s.reason for s in found.values())
-    return {name: s.value for name, s in found.items() if name != "TORCH_FR_DUMP_TEMP_FILE"}
+def node_settings(
+    facts: NodeFacts, user: tuple[str, ...] = (), route: str = "", device: str = "cuda"
+) -> dict[str, str]:
+    settings = nccl.node_env(device, facts, user, route_interface=route, several_nodes=True, dump_prefix="/logs/rank-")
+    assert all(s.reason for s in settings.values())
+    return {name: s.value for name, s in settings.items() if name != "TORCH_FR_DUMP_TEMP_FILE"}
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_settings_per_node_kind(kind: str) -> None:
     interface, ports, gid = EXPECTED[kind]
-    wanted = {
+    expected = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
         "NCCL_IB_HCA": ports,
         "NCCL_IB_GID_INDEX": gid,
     }
-    facts = of(kind)
-    assert decided(facts) == {name: value for name, value in wanted.items() if value is not None}
-    assert decided(facts, device="cpu") == {"GLOO_SOCKET_IFNAME": interface}
+    facts = facts_of(kind)
+    assert node_settings(facts) == {name: value for name, value in expected.items() if value is not None}
+    assert node_settings(facts, device="cpu") == {"GLOO_SOCKET_IFNAME": interface}
     assert interfaces.find_network_problems(facts) == []
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_no_retired_settings(kind: str) -> None:
-    facts = of(kind)
-    names = {*decided(facts), *nccl.communication_env("cuda", "", (), facts), *nccl.process_env("cuda", 8, 8, ())}
+    facts = facts_of(kind)
+    names = {*node_settings(facts), *nccl.communication_env("cuda", "", (), facts), *nccl.process_env("cuda", 8, 8, ())}
     assert not {n for n in names if n.startswith(("FI_", "RDMAV_", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS"))}
     assert not names & {
         "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "TORCH_NCCL_TRACE_BUFFER_SIZE", "PYTORCH_CUDA_ALLOC_CONF",
@@ -69,52 +71,54 @@ def test_no_retired_settings(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_route_interface_is_kept_unless_management(kind: str) -> None:
-    facts = of(kind)
+    facts = facts_of(kind)
     management = {"dgx-a100": "enp226s0", "dgx-h100": "eno3", "gb200": "enP5p9s0", "hgx-h200-roce": "eno1"}
     slow = management.get(kind, "eno1")
-    assert decided(facts, towards=slow)["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
-    assert decided(facts, towards="docker0")["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
-    assert decided(facts, towards="lo")["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
+    assert node_settings(facts, route=slow)["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
+    assert node_settings(facts, route="docker0")["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
+    assert node_settings(facts, route="lo")["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
     if kind == "dgx-a100":
-        assert decided(facts, towards="enp97s0f0")["GLOO_SOCKET_IFNAME"] == "enp97s0f0"
+        assert node_settings(facts, route="enp97s0f0")["GLOO_SOCKET_IFNAME"] == "enp97s0f0"
 
 
 def test_reason_lists_excluded_interfaces() -> None:
-    facts = of("pcie-a100")
+    facts = facts_of("pcie-a100")
     interface = interfaces.select_interface(facts)
     assert interface is not None
-    for words in ("eno1 (1 Gbit/s, management)", "ens5f1np1 (down)", "virbr0 (virtual)"):
-        assert words in interface.reason
-    ports = interfaces.select_hcas(of("gb200"))
+    for phrase in ("eno1 (1 Gbit/s, management)", "ens5f1np1 (down)", "virbr0 (virtual)"):
+        assert phrase in interface.reason
+    ports = interfaces.select_hcas(facts_of("gb200"))
     assert ports is not None and "4 x InfiniBand at 400 Gbit/s" in ports.reason
     assert "mlx5_2:1 (Ethernet, 200 Gbit/s)" in ports.reason and "mlx5_3:1 (down)" in ports.reason
 
 
-def with_(facts: NodeFacts, part: str, name: str, **changes: Any) -> NodeFacts:
+def replace_device(facts: NodeFacts, part: str, name: str, **changes: Any) -> NodeFacts:
     changed = tuple(msgspec.structs.replace(x, **changes) if x.name == name else x for x in getattr(facts, part))
     return msgspec.structs.replace(facts, **{part: changed})
 
 
 def test_only_fast_port_down() -> None:
-    facts = of("pcie-a100")
-    facts = with_(with_(facts, "interfaces", "ens5f0np0", state="down"), "hcas", "mlx5_0", state="down")
-    assert decided(facts) == {"GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "=eno1"}
+    facts = facts_of("pcie-a100")
+    facts = replace_device(
+        replace_device(facts, "interfaces", "ens5f0np0", state="down"), "hcas", "mlx5_0", state="down"
+    )
+    assert node_settings(facts) == {"GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "=eno1"}
     assert interfaces.find_network_problems(facts) == ["no RDMA port is active (mlx5_0:1, mlx5_1:1): NCCL uses TCP"]
 
 
-def test_an_interface_without_an_address_is_not_chosen() -> None:
-    facts = with_(of("pcie-a100"), "interfaces", "ens5f0np0", addresses=())
-    assert decided(facts, towards="ens5f0np0")["GLOO_SOCKET_IFNAME"] == "eno1"
+def test_interface_without_address_is_not_chosen() -> None:
+    facts = replace_device(facts_of("pcie-a100"), "interfaces", "ens5f0np0", addresses=())
+    assert node_settings(facts, route="ens5f0np0")["GLOO_SOCKET_IFNAME"] == "eno1"
 
 
-def test_without_any_address_nothing_is_chosen(tmp_path: Path) -> None:
+def test_nothing_is_chosen_without_any_address(tmp_path: Path) -> None:
     node = expand("pcie-a100", tmp_path)
     facts = read_node(node.root, type(node.ip)(), node.gpus, {})
-    assert "GLOO_SOCKET_IFNAME" not in decided(facts, towards="eno1")
+    assert "GLOO_SOCKET_IFNAME" not in node_settings(facts, route="eno1")
 
 
 @pytest.mark.parametrize(
-    ("user", "gone"),
+    ("user", "removed"),
     [
         ("NCCL_IB_HCA", {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX"}),
         ("NCCL_IB_DISABLE", {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX"}),
@@ -125,23 +129,27 @@ def test_without_any_address_nothing_is_chosen(tmp_path: Path) -> None:
         ("NCCL_DEBUG", set()),
     ],
 )
-def test_user_settings_win(user: str, gone: set[str]) -> None:
-    facts = of("hgx-h200-roce")
-    assert decided(facts).keys() - decided(facts, (user,)).keys() == gone
-    # The same where NCCL's own files set it, over which the environment would win.
-    assert decided(facts).keys() - decided(msgspec.structs.replace(facts, nccl_conf=(user,))).keys() == gone
+def test_user_settings_win(user: str, removed: set[str]) -> None:
+    facts = facts_of("hgx-h200-roce")
+    assert node_settings(facts).keys() - node_settings(facts, (user,)).keys() == removed
+    # The same if NCCL's configuration files set it, which the environment would override.
+    assert (
+        node_settings(facts).keys() - node_settings(msgspec.structs.replace(facts, nccl_conf=(user,))).keys() == removed
+    )
 
 
 def test_differing_gid_tables_are_left_to_nccl() -> None:
-    facts = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
-    assert "NCCL_IB_GID_INDEX" not in decided(facts)
+    facts = replace_device(facts_of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
+    assert "NCCL_IB_GID_INDEX" not in node_settings(facts)
     (note,) = interfaces.find_network_problems(facts)
     assert "mlx5_0:1 3" in note and "mlx5_5:1 5" in note
-    none = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=None)
-    assert "NCCL_IB_GID_INDEX" not in decided(none) and "mlx5_5:1 none" in interfaces.find_network_problems(none)[0]
+    none = replace_device(facts_of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=None)
+    assert (
+        "NCCL_IB_GID_INDEX" not in node_settings(none) and "mlx5_5:1 none" in interfaces.find_network_problems(none)[0]
+    )
 
 
-def test_one_fast_storage_port_does_not_outweigh_the_compute_fabric() -> None:
+def test_fast_storage_port_does_not_outweigh_compute_fabric() -> None:
     compute = tuple(Hca(name=f"mlx5_{i}", state="active", link_layer="InfiniBand", rate_gbit=200) for i in range(4))
     storage = Hca(name="mlx5_4", state="active", link_layer="InfiniBand", rate_gbit=400)
     assert interfaces.find_training_ports(NodeFacts(hcas=(*compute, storage))) == compute
@@ -172,15 +180,15 @@ def test_routed_network_beats_point_to_point_link() -> None:
 def test_network_problems() -> None:
     efa = tuple(EfaDevice(name=f"efa_{i}", state="active") for i in range(4))
     gpu = Gpu(index=3, nvlinks_active=16, nvlinks_total=18)
-    bare = Gpu(index=4, nvlinks_active=0, nvlinks_total=12)  # a PCIe card without bridges: nothing is wrong
+    bare = Gpu(index=4, nvlinks_active=0, nvlinks_total=12)  # a PCIe card without bridges is no problem
     missing, links = interfaces.find_network_problems(NodeFacts(efa=efa, gpus=(gpu, bare)))
     assert "4 EFA devices" in missing and "aws-ofi-nccl" in missing
     assert links == "GPU 3: 16 of 18 NVLinks are up"
 
 
 def test_plan_uses_profile_except_gid_index() -> None:
-    facts = of("hgx-h200-roce")
+    facts = facts_of("hgx-h200-roce")
     planned = nccl.communication_env("cuda", "", (), facts)
     assert planned["NCCL_SOCKET_IFNAME"].value == "=ens3f0np0" and "NCCL_IB_HCA" in planned
     assert "NCCL_IB_GID_INDEX" not in planned
-    assert nccl.communication_env("cuda", "ib0", (), facts)["NCCL_SOCKET_IFNAME"].value == "ib0"  # named by a person
+    assert nccl.communication_env("cuda", "ib0", (), facts)["NCCL_SOCKET_IFNAME"].value == "ib0"  # set explicitly

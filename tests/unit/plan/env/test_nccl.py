@@ -1,11 +1,11 @@
-"""Environment settings: few, with reasons, and never over the user's."""
+"""Environment settings: few, with reasons, and never in place of the user's."""
 
 from __future__ import annotations
 
 from clustertrain.plan.env import nccl
 
 
-def test_every_setting_has_a_value_and_a_reason() -> None:
+def test_every_setting_has_value_and_reason() -> None:
     for settings in (nccl.communication_env("cuda", "ib0", ()), nccl.process_env("cuda", 8, 8, ())):
         assert settings
         assert all(s.value and s.reason for s in settings.values())

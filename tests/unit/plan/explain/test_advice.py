@@ -1,4 +1,4 @@
-"""What the plan says of the learning rate at its batch."""
+"""The plan's advice on the learning rate for its batch, on memory and on dimensions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clustertrain.plan.planner import Plan, plan
 LR = OptimSpec().lr
 
 
-def planned(
+def make_plan(
     *,
     batch: int = 0,
     lr_reference_batch: int = 0,
@@ -42,9 +42,9 @@ def planned(
     return plan(RunSpec(job=JobSpec(gpus=gpus, tp=tp, gpu_type="h100"), recipe=recipe), ClusterProfile(), "cuda")
 
 
-def said(made: Plan, start: str) -> str:
-    (found,) = [reason for reason in made.reasons if reason.startswith(start)]
-    return found
+def reason_starting(result: Plan, start: str) -> str:
+    (reason,) = [r for r in result.reasons if r.startswith(start)]
+    return reason
 
 
 @pytest.mark.parametrize(
@@ -62,57 +62,57 @@ def test_scale_lr(times: float, power: float, lr: float) -> None:
 
 
 def test_batch_reason_shows_tokens() -> None:
-    assert "64 x 128 = 8192 tokens per step" in said(planned(batch=64), "batch: 64 = ")
-    images = planned(batch=64, model=ModelSpec(kind="convnet", convnet=ConvnetSpec()))
-    assert "tokens" not in said(images, "batch: 64 = ")
+    assert "64 x 128 = 8192 tokens per step" in reason_starting(make_plan(batch=64), "batch: 64 = ")
+    images = make_plan(batch=64, model=ModelSpec(kind="convnet", convnet=ConvnetSpec()))
+    assert "tokens" not in reason_starting(images, "batch: 64 = ")
 
 
 def test_set_batch_keeps_lr_on_any_ranks() -> None:
     for gpus in (1, 2, 8):
-        made = planned(batch=64, gpus=gpus)
-        assert made.batch.global_batch == 64
-        assert said(made, "lr ").startswith(f"lr {LR:g}: independent of the number of ranks")
+        result = make_plan(batch=64, gpus=gpus)
+        assert result.batch.global_batch == 64
+        assert reason_starting(result, "lr ").startswith(f"lr {LR:g}: independent of the number of ranks")
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 def test_effective_batch_equals_set_batch(gpus: int) -> None:
-    made = planned(batch=64, gpus=gpus)
-    assert made.batch.micro_batch * made.batch.grad_accum * made.layout.data_parallel == 64
+    result = make_plan(batch=64, gpus=gpus)
+    assert result.batch.micro_batch * result.batch.grad_accum * result.layout.data_parallel == 64
 
 
 def test_derived_batch_explains_how_to_keep_it() -> None:
-    made = planned(gpus=48)
-    reason = said(made, "lr ")
-    assert made.batch.global_batch == 48
+    result = make_plan(gpus=48)
+    reason = reason_starting(result, "lr ")
+    assert result.batch.global_batch == 48
     assert "a batch of 48, which follows from 48 data-parallel ranks" in reason
     assert "train.global_batch = 48" in reason
     assert "twice the batch, adamw needs optim.lr = 0.000424 (x sqrt(2), arXiv 2205.10287)" in reason
-    by_sgd = said(planned(gpus=48, name="sgd"), "lr ")
-    assert "twice the batch, sgd needs optim.lr = 0.0006 (x 2, arXiv 1706.02677)" in by_sgd
+    sgd_reason = reason_starting(make_plan(gpus=48, name="sgd"), "lr ")
+    assert "twice the batch, sgd needs optim.lr = 0.0006 (x 2, arXiv 1706.02677)" in sgd_reason
 
 
 def test_lr_for_other_batch_suggests_scaled_lr() -> None:
-    reason = said(planned(batch=64, lr_reference_batch=16), "lr ")
+    reason = reason_starting(make_plan(batch=64, lr_reference_batch=16), "lr ")
     assert "4 times that. Nothing is scaled: set optim.lr = 0.0006 and optim.lr_reference_batch = 64" in reason
-    followed = OptimSpec(lr=6e-4, lr_reference_batch=64)
-    again = RunSpec(recipe=Recipe(optim=followed, train=TrainSpec(global_batch=64)))
-    assert "independent of the number of ranks" in said(plan(again, ClusterProfile(), "cpu"), "lr ")
+    suggested = OptimSpec(lr=6e-4, lr_reference_batch=64)
+    request = RunSpec(recipe=Recipe(optim=suggested, train=TrainSpec(global_batch=64)))
+    assert "independent of the number of ranks" in reason_starting(plan(request, ClusterProfile(), "cpu"), "lr ")
 
 
 def test_smaller_batch_suggests_smaller_lr() -> None:
-    assert "0.25 times that. Nothing is scaled: set optim.lr = 0.00015 and" in said(
-        planned(batch=16, lr_reference_batch=64), "lr "
+    assert "0.25 times that. Nothing is scaled: set optim.lr = 0.00015 and" in reason_starting(
+        make_plan(batch=16, lr_reference_batch=64), "lr "
     )
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(512, False), (520, True), (1024, True)])
 def test_batch_beyond_32_times_warns(batch: int, warned: bool) -> None:
-    made = planned(batch=batch, lr_reference_batch=16)
-    found = [w for w in made.warnings if "optim.lr was tuned" in w]
-    assert bool(found) is warned
+    result = make_plan(batch=batch, lr_reference_batch=16)
+    notes = [w for w in result.warnings if "optim.lr was tuned" in w]
+    assert bool(notes) is warned
     if warned:
-        assert "train.global_batch = 512 or less" in found[0] and found[0] in made.reasons
-        assert not any(r.startswith("lr ") for r in made.reasons)
+        assert "train.global_batch = 512 or less" in notes[0] and notes[0] in result.reasons
+        assert not any(r.startswith("lr ") for r in result.reasons)
 
 
 def test_negative_reference_batch_is_refused() -> None:
@@ -121,47 +121,47 @@ def test_negative_reference_batch_is_refused() -> None:
         build({"optim": {"lr_reference_batch": -1}}, Recipe, "r.toml")
 
 
-def names_of(fixes: list[str]) -> list[str]:
+def keys_of(fixes: list[str]) -> list[str]:
     return [fix.split(":")[0].split(" = ")[0] for fix in fixes]
 
 
 def test_memory_advice_order() -> None:
     ddp = Layout(strategy="ddp", dp_replicate=4)
-    found = advice.advise_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
-    assert names_of(found) == [
+    suggestions = advice.advise_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
+    assert keys_of(suggestions) == [
         "train.micro_batch",
         "parallel.activation_checkpointing",
         "--layout zero1, then fsdp-grad-op, then fsdp",
         "parallel.activation_offload",
         "more GPUs with fsdp or tp",
     ]
-    assert found[0].startswith("train.micro_batch = 3: 4 micro-batches per step instead of 2")
+    assert suggestions[0].startswith("train.micro_batch = 3: 4 micro-batches per step instead of 2")
 
 
 def test_memory_advice_skips_options_in_use() -> None:
     layout = Layout(
         strategy="fsdp", dp_shard=4, activation_checkpointing="full", reshard_after_forward=True, offload=True
     )
-    assert names_of(advice.advise_memory(layout, Batch(), ParallelSpec())) == ["more GPUs with fsdp or tp"]
+    assert keys_of(advice.advise_memory(layout, Batch(), ParallelSpec())) == ["more GPUs with fsdp or tp"]
 
 
 GPT2 = ModelSpec(dim=768, layers=2, heads=12, kv_heads=12, vocab_size=50257)
 
 
 def test_misaligned_dimensions_name_next_multiple() -> None:
-    (found,) = [w for w in planned(model=GPT2, precision="bf16").warnings if "matrix units" in w]
-    assert "not a multiple of 8" in found and "model.vocab_size 50257 (next: 50304)" in found
-    assert "model.dim" not in found
+    (note,) = [w for w in make_plan(model=GPT2, precision="bf16").warnings if "matrix units" in w]
+    assert "not a multiple of 8" in note and "model.vocab_size 50257 (next: 50304)" in note
+    assert "model.dim" not in note
     even = msgspec.structs.replace(GPT2, vocab_size=50304)
-    assert not any("matrix units" in w for w in planned(model=even, precision="bf16").warnings)
-    assert not any("matrix units" in w for w in planned(model=GPT2, precision="fp32").warnings)
+    assert not any("matrix units" in w for w in make_plan(model=even, precision="bf16").warnings)
+    assert not any("matrix units" in w for w in make_plan(model=GPT2, precision="fp32").warnings)
 
 
 def test_alignment_is_checked_per_rank() -> None:
     odd = msgspec.structs.replace(GPT2, vocab_size=50304, ffn_dim=2080)
-    assert "model.ffn_dim 2080" in said(planned(model=odd, precision="bf16"), "multiples of 8")
-    found = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
-    assert not found  # 520 is one of 8
+    assert "model.ffn_dim 2080" in reason_starting(make_plan(model=odd, precision="bf16"), "multiples of 8")
+    notes = [w for w in make_plan(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
+    assert not notes  # 520 is a multiple of 8
     odd = msgspec.structs.replace(odd, ffn_dim=2064)
-    (split,) = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
-    assert "model.ffn_dim 516 (next: 576), per rank with tp 4" in split
+    (note,) = [w for w in make_plan(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
+    assert "model.ffn_dim 516 (next: 576), per rank with tp 4" in note

@@ -1,4 +1,4 @@
-"""What a plan says of the training itself: a line each, of what the trainer does."""
+"""The plan's description of the training: one line per part of it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.planner import plan
 
-OWN_MODEL = {"entry": "mine:Net"}
+USER_MODEL = {"entry": "mine:Net"}
 HELD_OUT = {"validation": 0.1}
 
 
 def describe(script: str = "", **tables: Any) -> dict[str, str]:
     tables = {"train": {"steps": 200}, **tables}
-    own = ScriptSpec(path=script, cwd="/") if script else None
-    return plan(RunSpec(recipe=build(tables, Recipe, "recipe"), script=own), ClusterProfile(), "cpu").training
+    script_spec = ScriptSpec(path=script, cwd="/") if script else None
+    return plan(RunSpec(recipe=build(tables, Recipe, "recipe"), script=script_spec), ClusterProfile(), "cpu").training
 
 
 def test_json_has_all_descriptions() -> None:
-    made = plan(RunSpec(), ClusterProfile(), "cpu")
-    shown = msgspec.json.decode(msgspec.json.encode(made))["training"]
-    assert list(shown) == ["model", "objective", "optimizer", "schedule", "clipping", "evaluation"]
-    assert shown == made.training
+    result = plan(RunSpec(), ClusterProfile(), "cpu")
+    decoded = msgspec.json.decode(msgspec.json.encode(result))["training"]
+    assert list(decoded) == ["model", "objective", "optimizer", "schedule", "clipping", "evaluation"]
+    assert decoded == result.training
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_schedule_description(schedule: dict[str, Any], expected: str) -> None:
             "cross-entropy, label smoothing 0.1, targets of -1 are ignored",
         ),
         ({"model": {"kind": "two-tower"}}, "nt-xent, each sample against the others of its group of 8"),
-        ({"model": OWN_MODEL}, "the model's loss if it computes one, otherwise cross-entropy"),
-        ({"model": OWN_MODEL, "objective": {"kind": "huber", "delta": 2.0}}, "huber, linear from 2 on"),
-        ({"model": OWN_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, within a micro-batch"),
-        ({"model": OWN_MODEL, "objective": {"kind": "mse"}}, "mse"),
+        ({"model": USER_MODEL}, "the model's loss if it computes one, otherwise cross-entropy"),
+        ({"model": USER_MODEL, "objective": {"kind": "huber", "delta": 2.0}}, "huber, linear from 2 on"),
+        ({"model": USER_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, within a micro-batch"),
+        ({"model": USER_MODEL, "objective": {"kind": "mse"}}, "mse"),
     ],
 )
 def test_objective_description(tables: dict[str, Any], expected: str) -> None:
@@ -76,7 +76,7 @@ def test_objective_description(tables: dict[str, Any], expected: str) -> None:
 def test_model_description() -> None:
     assert describe(model={"kind": "convnet"})["model"].startswith("convnet, ")
     assert describe(model={"preset": "tiny"})["model"] == f"decoder, {ModelSpec().parameters():,} parameters"
-    assert describe(model=OWN_MODEL)["model"] == "built by mine:Net"
+    assert describe(model=USER_MODEL)["model"] == "built by mine:Net"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_clipping_description(optim: dict[str, Any], expected: str) -> None:
             "reported",
         ),
         (
-            {"model": OWN_MODEL, "data": HELD_OUT},
+            {"model": USER_MODEL, "data": HELD_OUT},
             "every 20 steps and at the end, on 10% of the data, held out: loss; validation_loss decides, lower is "
             "better",
         ),
@@ -129,10 +129,10 @@ def test_evaluation_description(tables: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"model": OWN_MODEL}, "adamw: betas 0.9 and 0.95; weight decay 0.1"),
+        ({"model": USER_MODEL}, "adamw: betas 0.9 and 0.95; weight decay 0.1"),
         ({"model": {"kind": "convnet"}}, "adamw: betas 0.9 and 0.999; weight decay 0.1"),
         (
-            {"model": OWN_MODEL, "optim": {"name": "sgd", "nesterov": True, "freeze": ["a"]}},
+            {"model": USER_MODEL, "optim": {"name": "sgd", "nesterov": True, "freeze": ["a"]}},
             "sgd: momentum 0.9, nesterov; weight decay 0.1 except for norms, biases and embeddings; frozen: a",
         ),
         ({"optim": {"name": "adafactor"}}, "adafactor; "),

@@ -1,4 +1,4 @@
-"""Predictions for the rows of a table: conventions of their numbers, and that no row stops it."""
+"""Predictions for the rows of a table: the conventions of their numbers, and notes on invalid rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEGATRON = {
 }  # fmt: skip
 
 
-def predicted(**cells: str) -> RowPrediction:
+def predict_titan(**cells: str) -> RowPrediction:
     return predict_row({**TITAN, **cells})
 
 
@@ -33,30 +33,32 @@ def number(value: float | None) -> float:
 
 
 def test_complete_row_has_numbers_and_no_note() -> None:
-    made = predicted()
-    assert made.note == "" and made.fits is True
-    assert number(made.tflops_per_gpu) < 989 and number(made.peak_mem_gib) < 80
-    # FLOPs a token are those of the model: 6 a parameter, and attention.
-    flops = 1e12 * number(made.tflops_per_gpu) / number(made.tokens_per_s_per_gpu)
+    prediction = predict_titan()
+    assert prediction.note == "" and prediction.fits is True
+    assert number(prediction.tflops_per_gpu) < 989 and number(prediction.peak_mem_gib) < 80
+    # FLOPs per token are those of the model: 6 per parameter, and attention.
+    flops = 1e12 * number(prediction.tflops_per_gpu) / number(prediction.tokens_per_s_per_gpu)
     assert 6 * 7.5e9 < flops < 6 * 8.03e9 * 1.5
 
 
 def test_empty_cell_defaults_are_noted() -> None:
-    assert predicted(act_ckpt="").note == "act_ckpt is not stated: none, the least that fits"
-    little = predicted(act_ckpt="", gpu="A100", gpu_mem_gib="40", n_gpus="8")
-    assert "act_ckpt is not stated: full" in little.note
-    micro = predicted(micro_bs="")
+    assert predict_titan(act_ckpt="").note == "act_ckpt is not stated: none, the least that fits"
+    small_gpu = predict_titan(act_ckpt="", gpu="A100", gpu_mem_gib="40", n_gpus="8")
+    assert "act_ckpt is not stated: full" in small_gpu.note
+    micro = predict_titan(micro_bs="")
     assert micro.note.startswith("micro_bs is not stated: ") and micro.fits is True
-    tokens = [number(predicted(micro_bs=m).tokens_per_s_per_gpu) for m in ("1", "2") if predicted(micro_bs=m).fits]
+    tokens = [
+        number(predict_titan(micro_bs=m).tokens_per_s_per_gpu) for m in ("1", "2") if predict_titan(micro_bs=m).fits
+    ]
     assert number(micro.tokens_per_s_per_gpu) >= max(tokens)
-    assert predicted(n_gpus="").note == "n_gpus is not stated: 8, the fewest on 1, 2, 4 ... nodes on which it fits"
+    assert predict_titan(n_gpus="").note == "n_gpus is not stated: 8, the fewest on 1, 2, 4 ... nodes on which it fits"
     assert predict_row({**MEGATRON, "n_gpus": ""}).note == "n_gpus is not stated: 32, one replica"
 
 
 def test_larger_model_needs_more_nodes() -> None:
     large = {**TITAN, "n_params_b": "70.6", "layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672"}
-    made = predict_row({**large, "n_gpus": ""})
-    assert made.fits is True and "n_gpus is not stated: 8," not in made.note
+    prediction = predict_row({**large, "n_gpus": ""})
+    assert prediction.fits is True and "n_gpus is not stated: 8," not in prediction.note
 
 
 def flops_per_token(note: str, recompute: str = "full", source: str = "") -> float:
@@ -71,7 +73,7 @@ def test_tflops_follow_note() -> None:
     assert flops_per_token("model FLOPs, non-causal") == pytest.approx(model)
     assert flops_per_token("TFLOPs are hardware (8N, recompute counted)") == 8 * shape.parameters()
     hardware = flops_per_token("hardware FLOPs")
-    assert 1.25 * model < hardware < 4 / 3 * model  # the head is not redone
+    assert 1.25 * model < hardware < 4 / 3 * model  # the head is not recomputed
     assert flops_per_token("hardware FLOPs", "none") == model
     assert model < flops_per_token("hardware FLOPs", "selective_attn") < hardware
     # Megatron Bridge's tables count the lower half of the scores.
@@ -80,17 +82,17 @@ def test_tflops_follow_note() -> None:
 
 def test_memory_follows_note() -> None:
     allocated, reserved, whole = (
-        number(predicted(note=note).peak_mem_gib) for note in ("max allocated", "max_reserved", "from nvidia-smi")
+        number(predict_titan(note=note).peak_mem_gib) for note in ("max allocated", "max_reserved", "from nvidia-smi")
     )
     assert allocated < reserved < whole
     assert whole == pytest.approx(reserved + CONTEXT_BYTES / GIB)
-    need = estimate_row_memory(parse_row(TITAN))
-    assert allocated == pytest.approx(number(need.peak_gib) - number(need.overhead_gib))
-    assert number(predicted().peak_mem_gib) == reserved  # where nothing is said
-    # Whether it fits is a question of the whole device, however the row counts.
-    tight = f"{whole - 0.01:.3f}"
-    assert {predicted(note=n, gpu_mem_gib=tight).fits for n in ("max allocated", "from nvidia-smi")} == {False}
-    assert predicted(note="max allocated", gpu_mem_gib=f"{whole + 0.01:.3f}").fits is True
+    estimate = estimate_row_memory(parse_row(TITAN))
+    assert allocated == pytest.approx(number(estimate.peak_gib) - number(estimate.overhead_gib))
+    assert number(predict_titan().peak_mem_gib) == reserved  # the default
+    # Whether it fits depends on the whole device, regardless of the note.
+    too_small = f"{whole - 0.01:.3f}"
+    assert {predict_titan(note=n, gpu_mem_gib=too_small).fits for n in ("max allocated", "from nvidia-smi")} == {False}
+    assert predict_titan(note="max allocated", gpu_mem_gib=f"{whole + 0.01:.3f}").fits is True
 
 
 def test_recomputation_is_slower_and_smaller() -> None:
@@ -100,28 +102,28 @@ def test_recomputation_is_slower_and_smaller() -> None:
         assert number(full.peak_mem_gib) < number(none.peak_mem_gib)
 
 
-def test_a_compiled_model_is_faster_and_8_bit_too() -> None:
-    eager = number(predicted().tokens_per_s_per_gpu)
-    assert number(predicted(compile="yes").tokens_per_s_per_gpu) > eager
-    assert number(predicted(precision="fp8").tokens_per_s_per_gpu) > eager
+def test_compiled_or_fp8_model_is_faster() -> None:
+    eager = number(predict_titan().tokens_per_s_per_gpu)
+    assert number(predict_titan(compile="yes").tokens_per_s_per_gpu) > eager
+    assert number(predict_titan(precision="fp8").tokens_per_s_per_gpu) > eager
 
 
 def test_cells_match_columns() -> None:
-    made = predicted()
-    cells = made.cells()
+    prediction = predict_titan()
+    cells = prediction.cells()
     assert len(cells) == len(COLUMNS) and cells[3] == "yes" and cells[4] == ""
     assert [float(c) for c in cells[:3]] == pytest.approx(
-        [made.tokens_per_s_per_gpu, made.tflops_per_gpu, made.peak_mem_gib], rel=1e-3
+        [prediction.tokens_per_s_per_gpu, prediction.tflops_per_gpu, prediction.peak_mem_gib], rel=1e-3
     )
     assert RowPrediction(note="why").cells() == ("", "", "", "", "why")
     assert RowPrediction(tokens_per_s_per_gpu=12345.6, fits=False).cells() == ("12346", "", "", "no", "")
 
 
 def test_invalid_row_gets_note() -> None:
-    unknown, good = predict([{**TITAN, "gpu": "X9000"}, TITAN])
+    unknown, valid = predict([{**TITAN, "gpu": "X9000"}, TITAN])
     assert unknown.tokens_per_s_per_gpu is None and unknown.fits is None
     assert unknown.note.startswith("not predicted: gpu = 'X9000' is not known; known: ") and "h100" in unknown.note
-    assert good == predicted()
+    assert valid == predict_titan()
 
 
 GARBAGE = ("nan", "inf", "-inf", "-1", "abc", "1e400", "1e300", "1e9", "1e-5", "0", "0.5", "7", "", " 8 ", "8,0")
@@ -149,26 +151,26 @@ def test_arbitrary_cells_never_raise() -> None:
             row[name] = rng.choice(GARBAGE)
         for name in rng.sample(sorted(WORDS), rng.choice((0, 1, 3))):
             row[name] = rng.choice(WORDS[name])
-        (made,) = predict([row])
-        cells = made.cells()
-        if made.tokens_per_s_per_gpu is None:
+        (prediction,) = predict([row])
+        cells = prediction.cells()
+        if prediction.tokens_per_s_per_gpu is None:
             refused += 1
-            assert made.note.startswith("not predicted: ") and cells[:4] == ("", "", "", ""), row
+            assert prediction.note.startswith("not predicted: ") and cells[:4] == ("", "", "", ""), row
         else:
             assert all(0 < float(cell) < math.inf for cell in cells[:3]), (row, cells)
             assert cells[3] in ("yes", "no"), row
-    assert 200 < refused < 1300  # both kinds were seen
+    assert 200 < refused < 1300  # both outcomes occurred
 
 
 def test_missing_cells_equal_empty_cells() -> None:
-    """As csv.DictReader gives a line that ends early."""
+    """``csv.DictReader`` returns None for the missing cells of a short line."""
     without = {name: cell for name, cell in TITAN.items() if name != "act_ckpt"}
     short: dict[str, str] = {**without, "act_ckpt": None, "note": None}  # type: ignore[dict-item]
-    assert list(predict([short])) == list(predict([without])) == [predicted(act_ckpt="")]
+    assert list(predict([short])) == list(predict([without])) == [predict_titan(act_ckpt="")]
 
 
 def test_measured_row_calibrates_its_source() -> None:
-    plain = number(predicted().tokens_per_s_per_gpu)
+    plain = number(predict_titan().tokens_per_s_per_gpu)
     same = {**TITAN, "tokens_per_s_per_gpu": f"{0.8 * plain}"}
     others = [{**same, "seq": "4096", "tokens_per_s_per_gpu": ""}, {**TITAN, "source": "another"}]
     setting, scaled, elsewhere = predict([same, *others], calibrate=True)
@@ -188,7 +190,7 @@ def test_invalid_measurement_is_not_used(cell: str) -> None:
 
 def test_row_without_layout_gets_fitting_one() -> None:
     bare = {name: cell for name, cell in TITAN.items() if name not in ("fsdp_or_zero", "micro_bs", "act_ckpt")}
-    made = predict_row(bare)
-    assert made.fits is True and "the layout is not stated: fsdp" in made.note
+    prediction = predict_row(bare)
+    assert prediction.fits is True and "the layout is not stated: fsdp" in prediction.note
     with pytest.raises(ConfigError, match="none of 1 GPUs has room"):
         predict_row({**bare, "n_gpus": "1", "global_bs_seqs": ""})

@@ -1,4 +1,4 @@
-"""What a row of a table means: its words, and what stands for an empty cell."""
+"""Parsing of a table row: its terms, and the defaults of empty cells."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def layout(**cells: str) -> Layout:
 
 
 def test_complete_row_is_parsed() -> None:
-    found = row(fsdp_or_zero="fsdp_full", dp="64", tp="1", pp="1", gpu_mem_gib="80", gpus_per_node="4", compile="yes")
-    assert found.layout == Layout(strategy="fsdp", dp_shard=64)
-    assert (found.seq_len, found.micro_batch, found.global_batch, found.grad_accum) == (8192, 1, 128, 2)
-    assert (found.gpu.name, found.capacity_gib, found.gpus_per_node, found.activation_checkpointing) == (
+    parsed = row(fsdp_or_zero="fsdp_full", dp="64", tp="1", pp="1", gpu_mem_gib="80", gpus_per_node="4", compile="yes")
+    assert parsed.layout == Layout(strategy="fsdp", dp_shard=64)
+    assert (parsed.seq_len, parsed.micro_batch, parsed.global_batch, parsed.grad_accum) == (8192, 1, 128, 2)
+    assert (parsed.gpu.name, parsed.capacity_gib, parsed.gpus_per_node, parsed.activation_checkpointing) == (
         "h100",
         80,
         4,
         "full",
     )
-    assert found.shape.parameters() == pytest.approx(8.03e9, rel=0.001) and found.shape.gated
-    assert found.compiled and found.has_layout
+    assert parsed.shape.parameters() == pytest.approx(8.03e9, rel=0.001) and parsed.shape.gated
+    assert parsed.compiled and parsed.has_layout
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,12 @@ def test_gating_follows_from_parameters() -> None:
                 virtual_stages=2)),
         ({"n_gpus": "1", "fsdp_or_zero": "zero3"}, Layout()),
         ({"n_gpus": "8", "cp": "8", "fsdp_or_zero": "fsdp_full"}, Layout(strategy="fsdp", cp=8)),
-        # The number of GPUs decides where dp does not go with it.
+        # The number of GPUs decides if dp contradicts it.
         ({"n_gpus": "64", "dp": "64", "tp": "8", "fsdp_or_zero": "fsdp_full"},
          Layout(strategy="fsdp", dp_shard=8, tp=8, sequence_parallel=True)),
     ],
+    ids=["zero3", "hsdp", "fsdp-replicated", "grad-op", "zero1", "zero2", "ddp", "default", "tp-pp", "interleaved", "one-gpu",
+         "cp", "gpus-decide"],
 )  # fmt: skip
 def test_row_layout(cells: dict[str, str], expected: Layout) -> None:
     assert layout(**cells) == expected
@@ -158,13 +160,13 @@ def test_invalid_number_names_column(column: str, cell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "said"),
+    ("cells", "message"),
     [
         ({"heads": "31"}, "heads = 31 does not divide hidden = 4096"),
         ({"hsdp_replicate": "7", "fsdp_or_zero": "hsdp"}, "hsdp_replicate = 7 does not divide 64"),
         ({"layers": "100000"}, "100000 layers"),
     ],
 )
-def test_contradictory_cells_are_refused(cells: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_contradictory_cells_are_refused(cells: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         row(**cells)

@@ -34,7 +34,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, *codes: int) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.codes = list(codes)
-        self.got: list[tuple[str, dict[str, str], Any]] = []
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.closing = threading.Event()
 
     @property
@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.got.append((self.path, dict(self.headers), json.loads(body)))
+        self.server.requests.append((self.path, dict(self.headers), json.loads(body)))
         code = self.server.codes.pop(0) if len(self.server.codes) > 1 else self.server.codes[0]
         if not code:
             self.server.closing.wait(30)
@@ -97,14 +97,14 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def notifier(events: Events, **spec: Any) -> Notifier:
+def make_notifier(events: Events, **spec: Any) -> Notifier:
     return Notifier(AlertsSpec(**spec), events, run="gpt-abc234", job_id="4711")
 
 
 def test_alert_without_channels_is_event_and_log_line(events: Events, capsys: pytest.CaptureFixture[str]) -> None:
-    it = notifier(events)
-    it.send([LOST])
-    assert it.stop()
+    notifier = make_notifier(events)
+    notifier.send([LOST])
+    assert notifier.stop()
     (event,) = events
     assert event == {
         "event": "alert", "code": "gpu_lost", "severity": "critical", "text": LOST.text, "fix": LOST.fix, "node": "n1",
@@ -115,11 +115,11 @@ def test_alert_without_channels_is_event_and_log_line(events: Events, capsys: py
 
 
 def test_webhook_gets_json_with_text(events: Events, server: Server) -> None:
-    it = notifier(events, webhook=server.url)
-    it.send([LOST])
-    assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
-    it.stop()
-    path, headers, body = server.got[0]
+    notifier = make_notifier(events, webhook=server.url)
+    notifier.send([LOST])
+    assert clock.wait_until(lambda: len(server.requests) > 0, 20, 0.01)
+    notifier.stop()
+    path, headers, body = server.requests[0]
     assert path == f"/{SECRET}"
     assert headers["Content-Type"].startswith("application/json")
     assert body["text"] == f"gpt-abc234: critical: {LOST.text}\nfix: leave &lt;n1&gt; out"
@@ -129,24 +129,24 @@ def test_webhook_gets_json_with_text(events: Events, server: Server) -> None:
 
 def test_webhook_from_variable(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_HOOK", f"{server.url}\n")
-    it = notifier(events, webhook_env="MY_HOOK")
-    it.send([LOST])
-    assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
-    it.stop()
-    assert server.got[0][0] == f"/{SECRET}"
+    notifier = make_notifier(events, webhook_env="MY_HOOK")
+    notifier.send([LOST])
+    assert clock.wait_until(lambda: len(server.requests) > 0, 20, 0.01)
+    notifier.stop()
+    assert server.requests[0][0] == f"/{SECRET}"
     assert events.named("alert_not_delivered") == []
 
 
 def test_webhook_from_changing_file(events: Events, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "hook"
     file.write_text(f"{server.url}/old\nmore\n")
-    it = notifier(events, webhook_file=str(file))
+    notifier = make_notifier(events, webhook_file=str(file))
     for number, end in enumerate(("old", "new"), 1):
         file.write_text(f"{server.url}/{end}\nmore\n")
-        it.send([LOST])
-        assert clock.wait_until(lambda number=number: len(server.got) == number, 20, 0.01)
-        assert server.got[-1][0] == f"/{SECRET}/{end}"
-    it.stop()
+        notifier.send([LOST])
+        assert clock.wait_until(lambda number=number: len(server.requests) == number, 20, 0.01)
+        assert server.requests[-1][0] == f"/{SECRET}/{end}"
+    notifier.stop()
 
 
 @pytest.mark.parametrize(
@@ -161,23 +161,23 @@ def test_missing_webhook_is_reported(
     if content is not None:
         file.write_text(content)
         monkeypatch.setenv("MY_HOOK", content.replace("\0", ""))
-    where = "MY_HOOK" if kind == "webhook_env" else str(file)
-    it = notifier(events, **{kind: where})
-    it.send([LOST])
+    source = "MY_HOOK" if kind == "webhook_env" else str(file)
+    notifier = make_notifier(events, **{kind: source})
+    notifier.send([LOST])
     (failed,) = events.wait_for("alert_not_delivered")
-    it.stop()
-    assert failed["channel"] == "webhook" and failed["to"] == ("$MY_HOOK" if kind == "webhook_env" else where)
+    notifier.stop()
+    assert failed["channel"] == "webhook" and failed["to"] == ("$MY_HOOK" if kind == "webhook_env" else source)
     assert (word if kind == "webhook_file" or content is not None else "is not set") in failed["reason"]
-    assert where in failed["reason"]
+    assert source in failed["reason"]
     assert "secret" not in json.dumps(events) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("server", [(503, 200), (429, 200)], indirect=True, ids=str)
 def test_webhook_is_retried_once(events: Events, server: Server) -> None:
-    it = notifier(events, webhook=server.url)
-    it.send([LOST])
-    assert clock.wait_until(lambda: len(server.got) == 2, 20, 0.01)
-    it.stop()
+    notifier = make_notifier(events, webhook=server.url)
+    notifier.send([LOST])
+    assert clock.wait_until(lambda: len(server.requests) == 2, 20, 0.01)
+    notifier.stop()
     assert events.named("alert_not_delivered") == []
 
 
@@ -190,12 +190,12 @@ def test_webhook_is_retried_once(events: Events, server: Server) -> None:
 def test_refusal_is_one_event_without_secret(
     events: Events, server: Server, tries: int, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    it = notifier(events, webhook=server.url)
-    it.send([LOST])
+    notifier = make_notifier(events, webhook=server.url)
+    notifier.send([LOST])
     (failed,) = events.wait_for("alert_not_delivered")
-    it.send([LOST])
-    assert clock.wait_until(lambda: len(server.got) == 2 * tries, 20, 0.01)
-    it.stop()
+    notifier.send([LOST])
+    assert clock.wait_until(lambda: len(server.requests) == 2 * tries, 20, 0.01)
+    notifier.stop()
     assert word in failed["reason"]
     assert (failed["channel"], failed["to"]) == ("webhook", "http://127.0.0.1/…")
     assert len(events.named("alert_not_delivered")) == 1
@@ -206,10 +206,10 @@ def test_closed_port_is_reported(events: Events) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    it = notifier(events, webhook=f"http://me:pass@127.0.0.1:{port}/{SECRET}")
-    it.send([LOST])
+    notifier = make_notifier(events, webhook=f"http://me:pass@127.0.0.1:{port}/{SECRET}")
+    notifier.send([LOST])
     (failed,) = events.wait_for("alert_not_delivered")
-    it.stop()
+    notifier.stop()
     assert "refused" in failed["reason"]
     assert "pass" not in json.dumps(failed) and "secret" not in json.dumps(failed)
 
@@ -223,16 +223,16 @@ def test_unknown_or_invalid_host(events: Events) -> None:
 
 def test_credentials_in_url_are_sent_as_header(events: Events, server: Server) -> None:
     notify.post(server.url.replace("http://", "http://me:p%40ss@"), b"{}")
-    assert server.got[0][1]["Authorization"] == "Basic bWU6cEBzcw=="
+    assert server.requests[0][1]["Authorization"] == "Basic bWU6cEBzcw=="
 
 
 @pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
 def test_server_without_response(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify.post, "__defaults__", (0.2,))
-    it = notifier(events, webhook=server.url)
-    it.send([LOST])
+    notifier = make_notifier(events, webhook=server.url)
+    notifier.send([LOST])
     assert events.wait_for("alert_not_delivered")[0]["reason"] == "no response in 0.2 s"
-    assert it.stop()
+    assert notifier.stop()
 
 
 @pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
@@ -240,22 +240,22 @@ def test_full_queue_drops_and_stop_does_not_wait(
     events: Events, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "STOP_TIMEOUT_S", 0.05)
-    it = notifier(events, webhook=server.url)
-    it.send([LOST])
-    assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
-    it.send([LOST] * (notify.QUEUE_SIZE + 10))
+    notifier = make_notifier(events, webhook=server.url)
+    notifier.send([LOST])
+    assert clock.wait_until(lambda: len(server.requests) > 0, 20, 0.01)
+    notifier.send([LOST] * (notify.QUEUE_SIZE + 10))
     assert [e["channel"] for e in events.named("alert_not_delivered")] == ["queue"]
     assert len(events.named("alert")) == notify.QUEUE_SIZE + 11
-    assert not it.stop()  # the thread hangs in the server
+    assert not notifier.stop()  # the thread hangs in the server
 
 
 def test_command_gets_alert_on_stdin(events: Events, tmp_path: Path) -> None:
     out = tmp_path / "a file; with $odd 'signs'"
     program = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
-    it = notifier(events, command=[sys.executable, "-c", program, str(out)])
-    it.send([LOST])
+    notifier = make_notifier(events, command=[sys.executable, "-c", program, str(out)])
+    notifier.send([LOST])
     assert clock.wait_until(lambda: out.exists() and out.read_text().endswith("\n"), 20, 0.01)
-    it.stop()
+    notifier.stop()
     assert json.loads(out.read_text())["message"] == LOST.text
     assert events.named("alert_not_delivered") == []
 
@@ -270,11 +270,11 @@ def test_command_gets_alert_on_stdin(events: Events, tmp_path: Path) -> None:
     ids=["missing", "fails", "a-folder"],
 )
 def test_failing_command_is_one_event(events: Events, command: list[str], reason: str) -> None:
-    it = notifier(events, command=command)
-    it.send([LOST, LOST])
+    notifier = make_notifier(events, command=command)
+    notifier.send([LOST, LOST])
     (failed,) = events.wait_for("alert_not_delivered")
-    assert clock.wait_until(it._queue.empty, 20, 0.01)
-    it.stop()
+    assert clock.wait_until(notifier._queue.empty, 20, 0.01)
+    notifier.stop()
     assert reason in failed["reason"]
     assert failed["to"] == command[0]
     assert len(events.named("alert_not_delivered")) == 1
@@ -284,27 +284,27 @@ def test_hanging_command_is_killed_with_children(
     events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "COMMAND_TIMEOUT_S", 0.5)
-    it = notifier(events, command=["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"])
-    it.send([LOST])
+    notifier = make_notifier(events, command=["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"])
+    notifier.send([LOST])
     assert "did not end within 0.5 s" in events.wait_for("alert_not_delivered")[0]["reason"]
-    it.stop()
-    _gone(int((tmp_path / "pid").read_text()))
+    notifier.stop()
+    wait_for_exit(int((tmp_path / "pid").read_text()))
 
 
 def test_quiet_ends_running_command(events: Events, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    it = notifier(events, command=["sh", "-c", f"echo $$ > {pid}; exec sleep 600"])
-    it.send([LOST])
+    notifier = make_notifier(events, command=["sh", "-c", f"echo $$ > {pid}; exec sleep 600"])
+    notifier.send([LOST])
     assert clock.wait_until(lambda: pid.exists() and bool(pid.read_text()), 20, 0.01)
-    it.quiet()
-    it.send([LOST])
-    assert it.stop()
-    _gone(int(pid.read_text()))
+    notifier.quiet()
+    notifier.send([LOST])
+    assert notifier.stop()
+    wait_for_exit(int(pid.read_text()))
     assert len(events.named("alert")) == 2
     assert events.named("alert_not_delivered") == []
 
 
-def _gone(pid: int) -> None:
+def wait_for_exit(pid: int) -> None:
     def ended() -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -39,24 +39,24 @@ def test_reader_resumes_and_limits_its_rate(tmp_path: Path) -> None:
     assert codes(training, 2 * READ_INTERVAL_S) == []
     with path.open("a") as f:
         f.write('ite", "value": "nan"}\n[1]\nnothing\n{"t": 1, "event": "checkpoint", "step": 4}\n')
-    (found,) = training.read(3 * READ_INTERVAL_S)
-    assert (found.code, found.severity, found.value, found.fix) == ("non_finite", "critical", None, None)
+    (warning,) = training.read(3 * READ_INTERVAL_S)
+    assert (warning.code, warning.severity, warning.value, warning.fix) == ("non_finite", "critical", None, None)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_training_warning_becomes_alert(tmp_path: Path, asked: bool) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_training_warning_becomes_alert(tmp_path: Path, enabled: bool) -> None:
     path = tmp_path / "rank-0.jsonl"
-    told: list[dict[str, Any]] = []
-    it = AlertMonitor(
-        AlertsSpec(training=asked), "n0", lambda name, **fields: told.append({"event": name, **fields}), run="r",
+    events: list[dict[str, Any]] = []
+    alert_monitor = AlertMonitor(
+        AlertsSpec(training=enabled), "n0", lambda name, **fields: events.append({"event": name, **fields}), run="r",
         events=path,
     )  # fmt: skip
     for second in range(60):
         if second in (5, 25):
             warn(path, step=second)
-        it.observe(Snapshot(T0 + second, float(second), "n0", [], [0], {}))
-    assert it.stop()
-    assert [(e["event"], e["code"], e["text"]) for e in told] == (
-        [("alert", "loss_spike", "step 5: the loss is 9")] if asked else []
+        alert_monitor.observe(Snapshot(T0 + second, float(second), "n0", [], [0], {}))
+    assert alert_monitor.stop()
+    assert [(e["event"], e["code"], e["text"]) for e in events] == (
+        [("alert", "loss_spike", "step 5: the loss is 9")] if enabled else []
     )
-    json.dumps(told)
+    json.dumps(events)

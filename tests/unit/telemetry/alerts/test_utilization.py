@@ -60,7 +60,7 @@ def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why", "fix"),
+    ("change", "cause", "fix"),
     [
         (busy(0.5, wait=0.3), "training waits for data during 30% of a step", "more data-loader workers"),
         (
@@ -83,11 +83,11 @@ def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
     ],
     ids=["data", "data-and-cpu", "cpu", "two-links", "pcie", "kernels", "unknown", "job-cpu", "other-jobs-cpu"],
 )  # fmt: skip
-def test_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
+def test_likely_cause_is_named(alerts: AlertRules, change: Change, cause: str, fix: str) -> None:
     job = Job(2)
     job.cores = 8 if "host.job_cpu_s" in _values(change) else None
     (alert,) = job.run(alerts, 480, change)
-    assert why in alert.text and alert.fix is not None and fix in alert.fix
+    assert cause in alert.text and alert.fix is not None and fix in alert.fix
 
 
 def test_single_gpu_per_node_waits_for_others(alerts: AlertRules) -> None:
@@ -101,13 +101,13 @@ def test_single_gpu_per_node_waits_for_others(alerts: AlertRules) -> None:
 def test_missing_counter_is_no_traffic(alerts: AlertRules) -> None:
     since_boot, change = 5e15, busy(0.5, nvlink=1e9)
 
-    def half(now: float, values: dict[str, float]) -> None:
+    def one_direction_missing(now: float, values: dict[str, float]) -> None:
         change(now, values)
         for gpu in ("gpu0", "gpu1"):
             values[f"{gpu}.nvlink_tx_bytes"] += since_boot
             values[f"{gpu}.nvlink_rx_bytes"] += float("nan") if 305 <= now < 335 else since_boot
 
-    (alert,) = Job(2).run(alerts, 480, half)
+    (alert,) = Job(2).run(alerts, 480, one_direction_missing)
     assert "GB/s" not in alert.text
 
 
@@ -120,29 +120,29 @@ def test_counter_reset_is_no_traffic(alerts: AlertRules) -> None:
 
 def test_time_outside_training_does_not_count(alerts: AlertRules) -> None:
     """Evaluations and checkpoints take three of five minutes; in training the GPUs are busy."""
-    job, found = Job(2), []
+    job, reported = Job(2), []
     for _ in range(10):
         job.phase = heartbeat.TRAIN
-        found += job.run(alerts, 120)
+        reported += job.run(alerts, 120)
         job.phase = heartbeat.EVALUATION
-        found += job.run(alerts, 100, busy(0.1))
+        reported += job.run(alerts, 100, busy(0.1))
         job.phase = heartbeat.CHECKPOINT
-        found += job.run(alerts, 80, busy(0.01))
-    assert found == []
+        reported += job.run(alerts, 80, busy(0.01))
+    assert reported == []
     for _ in range(4):
         job.phase = heartbeat.TRAIN
-        found += job.run(alerts, 150, busy(0.5))
+        reported += job.run(alerts, 150, busy(0.5))
         job.phase = heartbeat.EVALUATION
-        found += job.run(alerts, 150, busy(1.0))
-    assert codes(found) == [("low_utilization", "raised")]
+        reported += job.run(alerts, 150, busy(1.0))
+    assert codes(reported) == [("low_utilization", "raised")]
 
 
 def test_only_rank_0_node_reports_and_0_disables(alerts: AlertRules) -> None:
     assert Job(2, first=8).run(alerts, 1000, busy(0.5)) == []
     assert Job(2).run(AlertRules(AlertsSpec(utilization=0.0), "n1"), 1000, busy(0.5)) == []
     one_of_two = Job(2, ranks=1)
-    found = one_of_two.run(AlertRules(AlertsSpec(idle_min=0), "n1"), 480, busy(0.5))
-    assert found[0].text.startswith("GPU 0 of n1 was busy 50% of the time in training")
+    reported = one_of_two.run(AlertRules(AlertsSpec(idle_min=0), "n1"), 480, busy(0.5))
+    assert reported[0].text.startswith("GPU 0 of n1 was busy 50% of the time in training")
     # An idle GPU has its alert and does not lower the utilization of the others.
     idle, alerts = Job(2), AlertRules(AlertsSpec(), "n1")
     assert codes(idle.run(alerts, 700, lambda _, v: v.update({"gpu1.utilization": 0.0}))) == [("gpu_idle", "raised")]

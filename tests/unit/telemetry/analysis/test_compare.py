@@ -15,36 +15,36 @@ def test_differences_and_ratios() -> None:
     b = healthy()
     assert b.training is not None
     b = replace(b, training=replace(b.training, step_s=stats(0.365), joules_per_token=0.004))
-    found = compare.compare_summaries(healthy(), b)
-    step = found.figures["step_p50_s"]
+    comparison = compare.compare_summaries(healthy(), b)
+    step = comparison.figures["step_p50_s"]
     assert (step.a, step.b, step.difference, step.ratio, step.better) == (0.73, 0.365, -0.365, 0.5, "lower")
-    assert found.figures["mfu"].ratio == 1.0
-    assert found.goodput["productive_s"].a == pytest.approx(6600 / 7805)
-    assert sum(f.a or 0.0 for f in found.goodput.values()) == pytest.approx(1.0)
+    assert comparison.figures["mfu"].ratio == 1.0
+    assert comparison.goodput["productive_s"].a == pytest.approx(6600 / 7805)
+    assert sum(f.a or 0.0 for f in comparison.goodput.values()) == pytest.approx(1.0)
 
 
 def test_different_sizes_are_compared_per_gpu() -> None:
-    found = compare.compare_summaries(healthy(4), healthy(8))
-    assert (found.a.gpus, found.b.gpus) == (8, 16)
-    assert found.figures["tokens_per_s_per_gpu"].ratio == 0.5
-    assert found.figures["energy_per_gpu_j"].ratio == 1.0
-    assert found.figures["tokens_per_s"].better is None, "it depends on the number of GPUs"
-    assert found.figures["tokens_per_s_per_gpu"].better == "higher"
+    comparison = compare.compare_summaries(healthy(4), healthy(8))
+    assert (comparison.a.gpus, comparison.b.gpus) == (8, 16)
+    assert comparison.figures["tokens_per_s_per_gpu"].ratio == 0.5
+    assert comparison.figures["energy_per_gpu_j"].ratio == 1.0
+    assert comparison.figures["tokens_per_s"].better is None, "it depends on the number of GPUs"
+    assert comparison.figures["tokens_per_s_per_gpu"].better == "higher"
 
 
 def longer(factor: float, gpus: int = 8) -> Summary:
     """Return the healthy run with ``factor`` times the steps, at the same cost per step."""
-    found = healthy(gpus)
-    assert found.training is not None and found.waste is not None and found.training.tokens is not None
-    more = replace(
-        found.training,
-        steps=int(found.training.steps * factor),
-        tokens=found.training.tokens * factor,
-        energy_j=1000.0 * found.training.steps * factor,
+    summary = healthy(gpus)
+    assert summary.training is not None and summary.waste is not None and summary.training.tokens is not None
+    training = replace(
+        summary.training,
+        steps=int(summary.training.steps * factor),
+        tokens=summary.training.tokens * factor,
+        energy_j=1000.0 * summary.training.steps * factor,
         joules_per_token=0.25,
     )
-    waste = replace(found.waste, gpu_hours=found.waste.gpu_hours * factor)
-    return replace(with_gpus(found, energy_j=1000.0), training=more, waste=waste)
+    waste = replace(summary.waste, gpu_hours=summary.waste.gpu_hours * factor)
+    return replace(with_gpus(summary, energy_j=1000.0), training=training, waste=waste)
 
 
 def test_cost_per_step_and_token_of_different_lengths() -> None:
@@ -69,44 +69,46 @@ def test_steps_of_different_sizes_have_no_better() -> None:
 
 
 def test_incomplete_energy_gives_no_energy_per_step() -> None:
-    some = longer(1)
-    some = replace(some, gpus=[replace(some.gpus[0], energy_j=None), *some.gpus[1:]])
-    figures = compare.compare_summaries(longer(1), some).figures
+    incomplete = longer(1)
+    incomplete = replace(incomplete, gpus=[replace(incomplete.gpus[0], energy_j=None), *incomplete.gpus[1:]])
+    figures = compare.compare_summaries(longer(1), incomplete).figures
     assert figures["energy_per_step_j"].b is None and figures["energy_per_step_j"].missing
     assert figures["energy_j"].b is None
 
 
 def test_missing_metric_has_reason() -> None:
     bare = replace(with_gpus(healthy(), power_w=None, missing={"power_w": "NOT_SUPPORTED: no"}), training=None)
-    found = compare.compare_summaries(healthy(), bare)
-    power = found.figures["power_w"]
+    comparison = compare.compare_summaries(healthy(), bare)
+    power = comparison.figures["power_w"]
     assert (power.b, power.difference, power.ratio, power.missing) == (None, None, None, {"b": "NOT_SUPPORTED: no"})
-    assert found.figures["mfu"].missing == {"b": "no step was recorded"}
+    assert comparison.figures["mfu"].missing == {"b": "no step was recorded"}
     no_gpus = replace(healthy(), gpus=[], hosts=[replace(h, nvml_error="no driver") for h in healthy().hosts])
     assert compare.compare_summaries(no_gpus, healthy()).figures["utilization"].missing == {"a": "no driver"}
 
 
 def test_notes_of_only_one_run() -> None:
     good = replace(healthy(), insights=build_notes(healthy()))
-    found = compare.compare_summaries(broken(), good)
-    assert {n.code for n in found.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
-    assert found.only_b == []
+    comparison = compare.compare_summaries(broken(), good)
+    assert {n.code for n in comparison.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
+    assert comparison.only_b == []
 
 
-def render_text(found: compare.TelemetryComparison, width: int) -> str:
+def render_text(comparison: compare.TelemetryComparison, width: int) -> str:
     out = io.StringIO()
-    blocks = compare_telemetry.render(found, width)
+    blocks = compare_telemetry.render(comparison, width)
     terminal.emit(terminal.make_console(out, width), *(part for block in blocks for part in block))
     return out.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_text_output(width: int) -> None:
-    good = healthy(8)
-    assert good.training is not None
-    good = replace(good, training=replace(good.training, mfu=None), run="a-longer-name-of-a-run-xyz234")
-    found = compare.compare_summaries(broken(), good)
-    text = render_text(found, width)
+    healthy_run = healthy(8)
+    assert healthy_run.training is not None
+    healthy_run = replace(
+        healthy_run, training=replace(healthy_run.training, mfu=None), run="a-longer-name-of-a-run-xyz234"
+    )
+    comparison = compare.compare_summaries(broken(), healthy_run)
+    text = render_text(comparison, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert "\x1b" not in text
@@ -115,23 +117,23 @@ def test_text_output(width: int) -> None:
     assert ("B - A" in text) == (width >= 76)
 
 
-def find_row(found: compare.TelemetryComparison, title: str) -> list[str]:
+def find_row(comparison: compare.TelemetryComparison, title: str) -> list[str]:
     """Return the cells of a row of the printed table."""
-    (line,) = (x for x in render_text(found, 160).splitlines() if x.startswith(f"{title}  "))
+    (line,) = (x for x in render_text(comparison, 160).splitlines() if x.startswith(f"{title}  "))
     return [cell for cell in line.removeprefix(title).split("  ") if cell]
 
 
 def test_row_has_one_unit_and_enough_digits() -> None:
     a, b = with_gpus(healthy(), energy_j=7560.0), with_gpus(healthy(), energy_j=9461.0)
     hosts = [replace(h, processes=ProcessSummary(stats(0.5, most=0.8902), None, 1)) for h in a.hosts]
-    found = compare.compare_summaries(replace(a, hosts=hosts), replace(b, hosts=hosts))
-    assert [c.strip() for c in find_row(found, "energy per GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
-    assert [c.strip() for c in find_row(found, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
+    comparison = compare.compare_summaries(replace(a, hosts=hosts), replace(b, hosts=hosts))
+    assert [c.strip() for c in find_row(comparison, "energy per GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
+    assert [c.strip() for c in find_row(comparison, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
     assert b.training is not None
     slower = replace(b, training=replace(b.training, step_s=stats(1.25), joules_per_token=2e-6))
-    found = compare.compare_summaries(a, slower)
-    assert [c.strip() for c in find_row(found, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
-    assert [c.strip() for c in find_row(found, "energy per token")][:2] == ["7.90 mJ", "0.002 mJ"], (
+    comparison = compare.compare_summaries(a, slower)
+    assert [c.strip() for c in find_row(comparison, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
+    assert [c.strip() for c in find_row(comparison, "energy per token")][:2] == ["7.90 mJ", "0.002 mJ"], (
         "no value is rounded to 0"
     )
 

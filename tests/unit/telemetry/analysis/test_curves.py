@@ -34,13 +34,13 @@ def record(run: RunDir, node: str, uuids: list[str], seconds: int, *, start: flo
     writer = Writer(folder)
     writer.begin(Header(node=node, t=start, mono=5.0, interval_s=1.0, gpus=gpus, fast=fast, slow=slow))
     for d in range(seconds):
-        given = {"host.cpu": 0.25, "host.network_rx_bytes": 1e6 * d, "host.network_tx_bytes": 2e6 * d}
+        values = {"host.cpu": 0.25, "host.network_rx_bytes": 1e6 * d, "host.network_tx_bytes": 2e6 * d}
         for i in range(len(uuids)):
-            given |= {f"gpu{i}.utilization": (i + 1) / 10, f"gpu{i}.power_w": 100.0 * (i + 1)}
-            given |= {f"gpu{i}.pcie_tx_bytes": 5e6 * d, f"gpu{i}.pcie_rx_bytes": 7.0}
-        writer.fast(float(d), np.array([given.get(c, np.nan) for c in fast]))
+            values |= {f"gpu{i}.utilization": (i + 1) / 10, f"gpu{i}.power_w": 100.0 * (i + 1)}
+            values |= {f"gpu{i}.pcie_tx_bytes": 5e6 * d, f"gpu{i}.pcie_rx_bytes": 7.0}
+        writer.fast(float(d), np.array([values.get(c, np.nan) for c in fast]))
         if d % 10 == 0:
-            writer.slow(float(d), np.array([given.get(c, np.nan) for c in slow]))
+            writer.slow(float(d), np.array([values.get(c, np.nan) for c in slow]))
     writer.end(float(seconds))
     writer.close()
 
@@ -108,68 +108,68 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def known(matrix: np.ndarray) -> np.ndarray:
-    found: np.ndarray = matrix[np.isfinite(matrix)]
-    return found
+def finite_values(matrix: np.ndarray) -> np.ndarray:
+    finite: np.ndarray = matrix[np.isfinite(matrix)]
+    return finite
 
 
 def test_samples_of_two_nodes_on_one_grid(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2"], 100, start=T0 + 50)
-    found = build_curves(run, summary([gpu("a", "U0"), gpu("a", "U1"), gpu("b", "U2")], 200))
-    use = found.gpus.values["utilization"]
-    assert use.shape == (3, found.gpus.points) and found.gpus.start == T0
-    assert known(use[0]) == pytest.approx(0.1) and known(use[1]) == pytest.approx(0.2)
+    curves = build_curves(run, summary([gpu("a", "U0"), gpu("a", "U1"), gpu("b", "U2")], 200))
+    use = curves.gpus.values["utilization"]
+    assert use.shape == (3, curves.gpus.points) and curves.gpus.start == T0
+    assert finite_values(use[0]) == pytest.approx(0.1) and finite_values(use[1]) == pytest.approx(0.2)
     covered = np.isfinite(use[2])
-    assert covered.sum() * found.gpus.step_s == pytest.approx(100, abs=2 * found.gpus.step_s)
-    assert not covered[: int(48 / found.gpus.step_s)].any(), "before its first sample"
-    assert known(found.gpus.values["pcie_bytes_per_s"]) == pytest.approx(5e6, rel=1e-3), (
+    assert covered.sum() * curves.gpus.step_s == pytest.approx(100, abs=2 * curves.gpus.step_s)
+    assert not covered[: int(48 / curves.gpus.step_s)].any(), "before its first sample"
+    assert finite_values(curves.gpus.values["pcie_bytes_per_s"]) == pytest.approx(5e6, rel=1e-3), (
         "counters are rates, both ways summed"
     )
-    assert "temperature_c" not in found.gpus.values, "a curve without samples is left out"
-    assert known(found.hosts.values["network_bytes_per_s"]) == pytest.approx(3e6, rel=1e-3)
-    assert "2 s" in found.source and found.choice is None
+    assert "temperature_c" not in curves.gpus.values, "a curve without samples is left out"
+    assert finite_values(curves.hosts.values["network_bytes_per_s"]) == pytest.approx(3e6, rel=1e-3)
+    assert "2 s" in curves.source and curves.choice is None
 
 
 def test_pooled_curves_ignore_missing_gpus(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2", "U3", "U4"], 100)
     gpus = [gpu("a", "U0"), gpu("a", "U1"), *(gpu("b", f"U{i}") for i in (2, 3, 4))]
-    found = build_curves(run, summary(gpus, 200))
-    mean, low, high = found.overall.values["power_w"]
-    early, late = 10, int(150 / found.overall.step_s)
+    curves = build_curves(run, summary(gpus, 200))
+    mean, low, high = curves.overall.values["power_w"]
+    early, late = 10, int(150 / curves.overall.step_s)
     assert (mean[early], low[early], high[early]) == pytest.approx((180, 100, 300))
     assert (mean[late], low[late], high[late]) == pytest.approx((150, 100, 200))
-    assert found.node_names == ["a", "b"]
-    assert found.nodes.values["power_w"][:, early] == pytest.approx([150, 200])
-    assert np.isnan(found.nodes.values["power_w"][1, late])
+    assert curves.node_names == ["a", "b"]
+    assert curves.nodes.values["power_w"][:, early] == pytest.approx([150, 200])
+    assert np.isnan(curves.nodes.values["power_w"][1, late])
 
 
 def test_long_run_uses_rollup(run: RunDir) -> None:
     record(run, "a", ["U0"], 4 * 3600 + 600)
-    found = build_curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
-    assert found.gpus.step_s == 60 and found.source == "Each point is the mean of 1 min."
-    use = found.gpus.values["utilization"][0]
+    curves = build_curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
+    assert curves.gpus.step_s == 60 and curves.source == "Each point is the mean of 1 min."
+    use = curves.gpus.values["utilization"][0]
     assert np.isfinite(use[:250]).all(), "gap between two buckets"
-    assert known(use) == pytest.approx(0.1, rel=1e-3)
+    assert finite_values(use) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_two_attempts_with_pause(run: RunDir) -> None:
     record(run, "a", ["U0"], 100)
     record(run, "a", ["U0"], 100, start=T0 + 300, attempt=2)
-    found = build_curves(run, summary([gpu("a", "U0")], 400, attempts=2))
-    there = np.isfinite(found.gpus.values["utilization"][0])
-    pause = slice(int(110 / found.gpus.step_s), int(290 / found.gpus.step_s))
-    assert there[5] and there[-5] and not there[pause].any()
+    curves = build_curves(run, summary([gpu("a", "U0")], 400, attempts=2))
+    covered = np.isfinite(curves.gpus.values["utilization"][0])
+    pause = slice(int(110 / curves.gpus.step_s), int(290 / curves.gpus.step_s))
+    assert covered[5] and covered[-5] and not covered[pause].any()
 
 
 def test_curves_cover_only_the_summary(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2"], 200)
-    found = build_curves(run, summary([gpu("a", "U1")], 50, start=T0 + 100))
-    assert found.gpus.values["power_w"].shape == (1, found.gpus.points)
-    assert known(found.gpus.values["power_w"]) == pytest.approx(200)
-    assert found.gpus.points * found.gpus.step_s <= 60 and found.node_names == ["a"]
+    curves = build_curves(run, summary([gpu("a", "U1")], 50, start=T0 + 100))
+    assert curves.gpus.values["power_w"].shape == (1, curves.gpus.points)
+    assert finite_values(curves.gpus.values["power_w"]) == pytest.approx(200)
+    assert curves.gpus.points * curves.gpus.step_s <= 60 and curves.node_names == ["a"]
 
 
 def test_training_curves(run: RunDir) -> None:
@@ -178,49 +178,49 @@ def test_training_curves(run: RunDir) -> None:
     rows += [{"step": 10, "t": T0 + 99, "step_s": "broken", "loss": None}, {"step": 11, "t": None, "loss": 1.0}]
     run.metrics.mkdir()
     run.metrics_path(1).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 12, "t": 17900')
-    found = build_curves(run, summary([gpu("a", "U0")], 100)).training
-    assert known(found.values["step_s"]) == pytest.approx(10.0)
-    loss = found.values["loss"][0]
+    curves = build_curves(run, summary([gpu("a", "U0")], 100)).training
+    assert finite_values(curves.values["step_s"]) == pytest.approx(10.0)
+    loss = curves.values["loss"][0]
     assert np.isfinite(loss[:-1]).all(), "steps longer than a point leave no gaps"
-    assert loss[0] > loss[-2] and "lr" not in found.values
+    assert loss[0] > loss[-2] and "lr" not in curves.values
 
 
-def many(nodes: int, each: int) -> list[GpuSummary]:
+def many_gpus(nodes: int, each: int) -> list[GpuSummary]:
     return [gpu(f"n{n:03d}", f"U{n}-{i}", 0.9 if n else 0.2) for n in range(nodes) for i in range(each)]
 
 
 def test_worst_of_many_gpus_have_curves(run: RunDir) -> None:
-    gpus = many(20, 8)
+    gpus = many_gpus(20, 8)
     gpus[100] = msgspec.structs.replace(gpus[100], utilization=None)
     whole = summary(gpus, 7 * 86400)
     named = Insight(severity="warning", code="hot", text="hot", uuid="U9-3")
-    found: Curves = build_curves(run, msgspec.structs.replace(whole, insights=[named]))
-    assert len(found.chosen) == 64 and found.chosen == sorted(found.chosen)
-    assert 9 * 8 + 3 in found.chosen, "an insight names it"
-    assert set(range(8)) <= set(found.chosen), "the least used"
-    assert 100 in found.chosen, "its utilization is unknown"
-    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "named in insights" in found.choice
+    curves: Curves = build_curves(run, msgspec.structs.replace(whole, insights=[named]))
+    assert len(curves.chosen) == 64 and curves.chosen == sorted(curves.chosen)
+    assert 9 * 8 + 3 in curves.chosen, "an insight names it"
+    assert set(range(8)) <= set(curves.chosen), "the least used"
+    assert 100 in curves.chosen, "its utilization is unknown"
+    assert curves.choice is not None and "64 of 160 GPUs" in curves.choice and "named in insights" in curves.choice
 
 
 def test_heat_map_has_every_gpu(run: RunDir) -> None:
     for n in range(70):
         record(run, f"n{n:03d}", [f"U{n}-0"], 70)
-    found = build_curves(run, summary(many(70, 1), 600))
-    assert len(found.gpus.values["power_w"]) == 64 == len(found.node_names)
-    assert found.heat.values["utilization"].shape == (70, found.heat.points)
-    assert np.isfinite(found.heat.values["utilization"]).any(axis=1).all()
-    assert found.choice is not None and "64 of 70 GPUs" in found.choice and "64 of 70 nodes" in found.choice
+    curves = build_curves(run, summary(many_gpus(70, 1), 600))
+    assert len(curves.gpus.values["power_w"]) == 64 == len(curves.node_names)
+    assert curves.heat.values["utilization"].shape == (70, curves.heat.points)
+    assert np.isfinite(curves.heat.values["utilization"]).any(axis=1).all()
+    assert curves.choice is not None and "64 of 70 GPUs" in curves.choice and "64 of 70 nodes" in curves.choice
 
 
 def test_missing_and_damaged_samples(run: RunDir) -> None:
-    nothing = msgspec.structs.replace(summary([], 0), window=TimeWindow(None, None))
-    assert build_curves(run, nothing).overall.values == {}
+    empty = msgspec.structs.replace(summary([], 0), window=TimeWindow(None, None))
+    assert build_curves(run, empty).overall.values == {}
     record(run, "a", ["U0"], 60)
     record(run, "b", ["U1"], 60)
     (run.attempt(1).telemetry / "b" / "0" / "header.json").write_text("{")
-    found = build_curves(run, summary([gpu("a", "U0"), gpu("b", "U1")], 60))
-    assert np.isfinite(found.gpus.values["power_w"][0]).any()
-    assert not np.isfinite(found.gpus.values["power_w"][1]).any()
+    curves = build_curves(run, summary([gpu("a", "U0"), gpu("b", "U1")], 60))
+    assert np.isfinite(curves.gpus.values["power_w"][0]).any()
+    assert not np.isfinite(curves.gpus.values["power_w"][1]).any()
 
 
 def test_million_steps_take_bounded_memory(run: RunDir) -> None:
@@ -232,9 +232,9 @@ def test_million_steps_take_bounded_memory(run: RunDir) -> None:
     path.write_text("".join(row % (i, T0 + i) for i in range(steps)))
     tracemalloc.start()
     try:
-        found = build_curves(run, summary([], steps))
+        curves = build_curves(run, summary([], steps))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert np.nanmean(found.training.values["loss"]) == pytest.approx(2.5)
+    assert np.nanmean(curves.training.values["loss"]) == pytest.approx(2.5)
     assert peak < 500 * steps

@@ -37,19 +37,19 @@ def plan(history: History, *, tokens: int = TOKENS, flops: float | None = FLOPS,
     )
 
 
-def train(history: History, n: int, first: int, last: int, seconds: float, *, ranks: int = 2, **more: Any) -> None:
+def train(history: History, n: int, first: int, last: int, seconds: float, *, ranks: int = 2, **row: Any) -> None:
     attempt_log = history.attempt(n, 100.0 * n)
     attempt_log.t = 100.0 * n
     attempt_log.event("session_started", world_size=ranks)
     for step in range(first, last + 1):
-        attempt_log.step(step, seconds, tokens=TOKENS, **{"tokens_per_s": TOKENS / seconds, "loss": 1.0 / step, **more})
+        attempt_log.step(step, seconds, tokens=TOKENS, **{"tokens_per_s": TOKENS / seconds, "loss": 1.0 / step, **row})
     attempt_log.write()
 
 
 def summarize(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> TrainingSummary:
-    found = summarize_training(history.run, attempts.load_attempts(history.run), Energy(energy_j), gpus)
-    assert found is not None
-    return found
+    summary = summarize_training(history.run, attempts.load_attempts(history.run), Energy(energy_j), gpus)
+    assert summary is not None
+    return summary
 
 
 def test_repeated_step_counts_once_but_costs_energy(tmp_path: Path) -> None:
@@ -57,24 +57,24 @@ def test_repeated_step_counts_once_but_costs_energy(tmp_path: Path) -> None:
     plan(history)
     train(history, 1, 1, 20, 1.0)
     train(history, 2, 11, 30, 0.5)
-    found = summarize(history, 60_000.0, gpu(), gpu())
-    assert found.steps == 30 and found.tokens == pytest.approx(30 * TOKENS)
-    assert found.joules_per_token == pytest.approx(2.0)
-    assert found.loss == pytest.approx(1 / 30)
+    summary = summarize(history, 60_000.0, gpu(), gpu())
+    assert summary.steps == 30 and summary.tokens == pytest.approx(30 * TOKENS)
+    assert summary.joules_per_token == pytest.approx(2.0)
+    assert summary.loss == pytest.approx(1 / 30)
     # Steps 6 to 10 of the first attempt and 16 to 30 of the second: each without five warm-up steps.
-    assert found.tokens_per_s == pytest.approx(20 * TOKENS / (5 * 1.0 + 15 * 0.5))
-    assert found.step_s is not None and (found.step_s.p50, found.step_s.max) == pytest.approx((0.5, 1.0))
-    assert found.samples == 300
+    assert summary.tokens_per_s == pytest.approx(20 * TOKENS / (5 * 1.0 + 15 * 0.5))
+    assert summary.step_s is not None and (summary.step_s.p50, summary.step_s.max) == pytest.approx((0.5, 1.0))
+    assert summary.samples == 300
 
 
 def test_mfu_uses_plan_flops_and_data_sheet_rate(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
     train(history, 1, 1, 20, 0.1)
-    found = summarize(history, None, gpu(), gpu())
-    assert found.tokens_per_s_per_gpu == pytest.approx(TOKENS / 0.1 / 2)
-    assert found.mfu == pytest.approx(FLOPS / 0.1 / 2 / 989.4e12, rel=0.001)
-    assert found.energy_j is None and found.joules_per_token is None
+    summary = summarize(history, None, gpu(), gpu())
+    assert summary.tokens_per_s_per_gpu == pytest.approx(TOKENS / 0.1 / 2)
+    assert summary.mfu == pytest.approx(FLOPS / 0.1 / 2 / 989.4e12, rel=0.001)
+    assert summary.energy_j is None and summary.joules_per_token is None
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_no_mfu_without_known_gpus_or_flops(tmp_path: Path, gpus: list[GpuSummar
     history = History(tmp_path)
     plan(history, flops=flops)
     train(history, 1, 1, 20, 0.1)
-    found = summarize(history, None, *gpus)
-    assert found.mfu is None and found.tokens_per_s == pytest.approx(TOKENS / 0.1)
-    assert (found.tokens_per_s_per_gpu is None) == (not gpus)
+    summary = summarize(history, None, *gpus)
+    assert summary.mfu is None and summary.tokens_per_s == pytest.approx(TOKENS / 0.1)
+    assert (summary.tokens_per_s_per_gpu is None) == (not gpus)
 
 
 def test_attempts_are_weighted_by_ranks(tmp_path: Path) -> None:
@@ -97,17 +97,17 @@ def test_attempts_are_weighted_by_ranks(tmp_path: Path) -> None:
     plan(history, ranks=4)
     train(history, 1, 1, 15, 1.0, ranks=4)
     train(history, 2, 16, 30, 2.0, ranks=2)
-    found = summarize(history, None, gpu())
-    assert found.tokens_per_s_per_gpu == pytest.approx(20 * TOKENS / (10 * 1.0 * 4 + 10 * 2.0 * 2))
+    summary = summarize(history, None, gpu())
+    assert summary.tokens_per_s_per_gpu == pytest.approx(20 * TOKENS / (10 * 1.0 * 4 + 10 * 2.0 * 2))
 
 
 def test_images_have_samples_but_no_tokens(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history, tokens=0, flops=None)
     train(history, 1, 1, 3, 0.5, tokens_per_s=None)
-    found = summarize(history, 500.0, gpu())
-    assert found.tokens is None and found.tokens_per_s is None and found.joules_per_token is None
-    assert found.samples == 30 and found.samples_per_s == pytest.approx(10 / 0.5)
+    summary = summarize(history, 500.0, gpu())
+    assert summary.tokens is None and summary.tokens_per_s is None and summary.joules_per_token is None
+    assert summary.samples == 30 and summary.samples_per_s == pytest.approx(10 / 0.5)
 
 
 def test_data_wait_is_share_of_steps(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_data_wait_is_share_of_steps(tmp_path: Path) -> None:
 def test_nonfinite_loss_is_none(tmp_path: Path) -> None:
     history = History(tmp_path)
     train(history, 1, 1, 3, 0.5, loss=float("nan"))
-    found = summarize(history)
-    assert found.loss is None and found.steps == 3 and found.samples is None
+    summary = summarize(history)
+    assert summary.loss is None and summary.steps == 3 and summary.samples is None
 
 
 def test_run_without_steps_has_no_summary(tmp_path: Path) -> None:

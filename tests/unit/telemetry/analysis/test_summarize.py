@@ -30,8 +30,8 @@ def test_one_entry_per_allocated_gpu(run: RunDir) -> None:
     for attempt, nodes, start in ((first, ("n1", "n2"), T0), (second, ("n1", "n3"), T0 + 500)):
         for node in nodes:
             record(attempt, [(gpu(i, node=node), busy(0.0 if i else 0.8)) for i in range(2)], node=node, start=start)
-    found = summarize(run)
-    assert [(g.node, g.index, g.attempts) for g in found.gpus] == [
+    summary = summarize(run)
+    assert [(g.node, g.index, g.attempts) for g in summary.gpus] == [
         ("n1", 0, [1, 2]),
         ("n1", 1, [1, 2]),
         ("n2", 0, [1]),
@@ -39,31 +39,31 @@ def test_one_entry_per_allocated_gpu(run: RunDir) -> None:
         ("n3", 0, [2]),
         ("n3", 1, [2]),
     ]
-    assert [h.node for h in found.hosts] == ["n1", "n2", "n3"]
-    assert found.job_id == "11"
-    assert [(a.n, a.job_id, a.nodes) for a in found.attempts] == [(1, "10", ["n1", "n2"]), (2, "11", ["n1", "n3"])]
-    assert (found.window.start, found.window.end) == (T0, T0 + 599)
-    assert found.coverage == 1.0
-    only = summarize(run, SummaryRequest(attempt=2))
-    assert {g.node for g in only.gpus} == {"n1", "n3"}
-    assert only.window.start == T0 + 500
+    assert [h.node for h in summary.hosts] == ["n1", "n2", "n3"]
+    assert summary.job_id == "11"
+    assert [(a.n, a.job_id, a.nodes) for a in summary.attempts] == [(1, "10", ["n1", "n2"]), (2, "11", ["n1", "n3"])]
+    assert (summary.window.start, summary.window.end) == (T0, T0 + 599)
+    assert summary.coverage == 1.0
+    second_only = summarize(run, SummaryRequest(attempt=2))
+    assert {g.node for g in second_only.gpus} == {"n1", "n3"}
+    assert second_only.window.start == T0 + 500
 
 
 def test_values_and_units(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), lambda s: [s / 100, s * GIB / 2, 100.0 + s, 40, 1500, 2619, 7.0 * s])])
-    (found,) = summarize(run).gpus
-    assert found.utilization is not None
-    assert found.memory_used_gib is not None
-    use = found.utilization
+    (entry,) = summarize(run).gpus
+    assert entry.utilization is not None
+    assert entry.memory_used_gib is not None
+    use = entry.utilization
     assert (use.mean, use.max) == (0.495, 0.99)
     # From a histogram with 2 % bins.
     assert (use.p5, use.p50, use.p95) == pytest.approx((0.04, 0.49, 0.94), rel=0.02)
-    assert found.memory_used_gib.max == 49.5
-    assert found.memory_total_gib == 80.0
-    assert (found.energy_j, found.energy_source) == (7.0 * 99, "counter")
-    assert found.missing == {}
-    assert found.timeline.step_s == 1.0
-    assert len(found.timeline.utilization) == 100
+    assert entry.memory_used_gib.max == 49.5
+    assert entry.memory_total_gib == 80.0
+    assert (entry.energy_j, entry.energy_source) == (7.0 * 99, "counter")
+    assert entry.missing == {}
+    assert entry.timeline.step_s == 1.0
+    assert len(entry.timeline.utilization) == 100
     (host,) = summarize(run).hosts
     assert host.cpu is not None
     assert host.processes is not None
@@ -73,15 +73,15 @@ def test_values_and_units(run: RunDir) -> None:
 
 def test_json_has_documented_keys(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy(0.0))])
-    found = msgspec.json.decode(msgspec.json.encode(summarize(run)))
-    assert set(found) >= {"run", "job_id", "window", "coverage", "attempts", "gpus", "hosts", "insights"}
-    assert set(found["window"]) == {"start", "end"}
+    summary = msgspec.json.decode(msgspec.json.encode(summarize(run)))
+    assert set(summary) >= {"run", "job_id", "window", "coverage", "attempts", "gpus", "hosts", "insights"}
+    assert set(summary["window"]) == {"start", "end"}
     stats = {"mean", "p5", "p50", "p95", "max"}
-    (entry,) = found["gpus"]
+    (entry,) = summary["gpus"]
     for key in ("utilization", "memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz"):
         assert set(entry[key]) == stats
     assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "missing"}
-    assert set(found["insights"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
+    assert set(summary["insights"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
 
 
 def test_failed_field_is_null_with_reason(run: RunDir) -> None:
@@ -90,15 +90,15 @@ def test_failed_field_is_null_with_reason(run: RunDir) -> None:
 
     reasons = [Reason(0.0, 0, f, "NOT_SUPPORTED: no") for f in ("power_w", "energy_j")]
     record(new_attempt(run), [(gpu(0), no_power)], reasons=[*reasons, Reason(0.0, 0, "sm_clock_mhz", "TIMEOUT: slow")])
-    found = summarize(run)
-    (entry,) = found.gpus
+    summary = summarize(run)
+    (entry,) = summary.gpus
     assert (entry.power_w, entry.energy_j, entry.energy_source) == (None, None, None)
     assert entry.missing == {
         "power_w": "NOT_SUPPORTED: no",
         "energy_j": "NOT_SUPPORTED: no",
         "sm_clock_mhz": "TIMEOUT: slow (25 of 100 samples)",
     }
-    assert codes(found) == ["gpu_unused", "field_missing", "gpu_hours_wasted"]
+    assert codes(summary) == ["gpu_unused", "field_missing", "gpu_hours_wasted"]
 
 
 def test_energy_from_power_without_counter(run: RunDir) -> None:
@@ -126,12 +126,12 @@ def test_energy_adds_up_per_attempt(run: RunDir) -> None:
 
 def test_coverage_counts_agent_uptime(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())], seconds=80, skip=lambda s: s >= 40 and s < 60, ended=99.5)
-    found = summarize(run)
-    assert found.coverage == 0.6
-    (entry,) = found.gpus
+    summary = summarize(run)
+    assert summary.coverage == 0.6
+    (entry,) = summary.gpus
     assert (entry.samples, entry.samples_expected) == (60, 100)
-    assert codes(found) == ["low_coverage"]
-    assert "60% of its samples (60 of 100)" in found.insights[0].text
+    assert codes(summary) == ["low_coverage"]
+    assert "60% of its samples (60 of 100)" in summary.insights[0].text
 
 
 def test_lost_gpu_lowers_coverage(run: RunDir) -> None:
@@ -140,9 +140,9 @@ def test_lost_gpu_lowers_coverage(run: RunDir) -> None:
     reasons = [Reason(50.0, 1, f, reason) for f in ("utilization", "power_w")]
     record(attempt, [(gpu(0), busy()), (gpu(1), lambda s: busy()(s) if s < 50 else None)], reasons=reasons, ended=99.0)
     event(attempt, "gpu_lost", "n1", T0 + 50, uuid="GPU-n1-1", index=1, reason=reason)
-    found = summarize(run)
-    assert found.coverage == 0.75
-    (insight,) = (n for n in found.insights if n.code == "gpu_lost")
+    summary = summarize(run)
+    assert summary.coverage == 0.75
+    (insight,) = (n for n in summary.insights if n.code == "gpu_lost")
     assert (insight.severity, insight.node, insight.uuid, insight.rank) == ("critical", "n1", "GPU-n1-1", 1)
     assert insight.text == "GPU 1 of n1 was lost (GPU_IS_LOST: gone)"
     event(attempt, "gpu_back", "n1", T0 + 80, uuid="GPU-n1-1", index=1)
@@ -160,32 +160,32 @@ def test_low_utilization(run: RunDir, utilization: float, seconds: int, severity
 
 def test_nearly_full_memory(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy(used_gib=78))])
-    found = summarize(run)
-    assert codes(found) == ["memory_nearly_full"]
-    assert "78.0 of 80.0 GiB" in found.insights[0].text
+    summary = summarize(run)
+    assert codes(summary) == ["memory_nearly_full"]
+    assert "78.0 of 80.0 GiB" in summary.insights[0].text
 
 
 def test_missing_nvml_gives_reason_and_keeps_host(run: RunDir) -> None:
     reason = "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
     record(new_attempt(run), [], nvml=reason)
-    found = summarize(run)
-    assert found.gpus == []
-    assert found.hosts[0].nvml_error == reason
-    assert found.coverage == 1.0
-    assert codes(found) == ["no_nvml"]
-    assert reason in found.insights[0].text
+    summary = summarize(run)
+    assert summary.gpus == []
+    assert summary.hosts[0].nvml_error == reason
+    assert summary.coverage == 1.0
+    assert codes(summary) == ["no_nvml"]
+    assert reason in summary.insights[0].text
 
 
 def test_node_without_file_counts_its_gpus(run: RunDir) -> None:
     attempt = new_attempt(run)
     event(attempt, "agent_started", "n1", T0, gpus=[msgspec.to_builtins(gpu(0))])
     event(attempt, "ranks_ended", "n1", T0 + 59.5, ending="failed", exit_code=1)
-    found = summarize(run)
-    (entry,) = found.gpus
+    summary = summarize(run)
+    (entry,) = summary.gpus
     assert (entry.uuid, entry.samples, entry.samples_expected, entry.utilization) == ("GPU-n1-0", 0, 60, None)
     assert entry.missing["utilization"] == "no sample was recorded"
-    assert found.coverage == 0.0
-    assert codes(found) == ["no_telemetry"]
+    assert summary.coverage == 0.0
+    assert codes(summary) == ["no_telemetry"]
 
 
 def test_allocated_gpu_missing_in_nvml(run: RunDir) -> None:
@@ -193,32 +193,32 @@ def test_allocated_gpu_missing_in_nvml(run: RunDir) -> None:
     missing = msgspec.structs.replace(gpu(2), uuid="missing-minor-2", index=None, name=None, reason=reason)
     missing = msgspec.structs.replace(missing, memory_total_bytes=None)
     record(new_attempt(run), [(gpu(0), busy()), (missing, lambda s: None)])
-    found = summarize(run)
-    assert [g.uuid for g in found.gpus] == ["GPU-n1-0", "missing-minor-2"]
-    assert found.gpus[1].missing["memory_total_gib"] == reason
-    assert "gpu_missing" in codes(found)
+    summary = summarize(run)
+    assert [g.uuid for g in summary.gpus] == ["GPU-n1-0", "missing-minor-2"]
+    assert summary.gpus[1].missing["memory_total_gib"] == reason
+    assert "gpu_missing" in codes(summary)
 
 
 def test_run_without_telemetry(run: RunDir) -> None:
-    found = summarize(run)
-    assert (found.gpus, found.hosts, found.coverage, found.window.start) == ([], [], None, None)
-    assert codes(found) == ["no_telemetry"]
+    summary = summarize(run)
+    assert (summary.gpus, summary.hosts, summary.coverage, summary.window.start) == ([], [], None, None)
+    assert codes(summary) == ["no_telemetry"]
     new_attempt(run)
     assert [a.n for a in summarize(run).attempts] == [1]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "uuids"),
+    ("selector", "uuids"),
     [("1", ["GPU-n1-1", "GPU-n2-1"]), ("n2:1", ["GPU-n2-1"]), ("gpu-N1", ["GPU-n1-0", "GPU-n1-1"])],
     ids=["index", "node-and-index", "uuid-prefix"],
 )
-def test_select_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
+def test_select_gpus(run: RunDir, selector: str, uuids: list[str]) -> None:
     attempt = new_attempt(run)
     for node in ("n1", "n2"):
         record(attempt, [(gpu(i, node=node), busy()) for i in range(2)], node=node)
-    found = summarize(run, SummaryRequest(gpu=wanted))
-    assert [g.uuid for g in found.gpus] == uuids
-    assert {h.node for h in found.hosts} == {g.node for g in found.gpus}
+    summary = summarize(run, SummaryRequest(gpu=selector))
+    assert [g.uuid for g in summary.gpus] == uuids
+    assert {h.node for h in summary.hosts} == {g.node for g in summary.gpus}
 
 
 def test_invalid_selection_raises(run: RunDir) -> None:
@@ -260,18 +260,18 @@ def test_clock_step_keeps_coverage(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy())], seconds=600)
     # An hour forward, between the last sample and the end.
     event(attempt, "ranks_ended", "n1", T0 + 599.5 + 3600, monotonic_s=599.5, ending="completed", exit_code=0)
-    found = summarize(run)
-    assert found.coverage == 1.0
-    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(600 / 3600, abs=0.001)
+    summary = summarize(run)
+    assert summary.coverage == 1.0
+    assert summary.waste is not None and summary.waste.gpu_hours == pytest.approx(600 / 3600, abs=0.001)
 
 
 def test_clock_step_makes_no_second_agent(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=30)
     record(attempt, [(gpu(0), busy())], start=T0 + 28.0, mono=31.0, seconds=500)
-    found = summarize(run)
-    assert found.gpus[0].samples == 500
-    assert "two_agents" not in codes(found)
+    summary = summarize(run)
+    assert summary.gpus[0].samples == 500
+    assert "two_agents" not in codes(summary)
 
 
 def test_longer_recording_of_two_agents_counts(run: RunDir) -> None:
@@ -279,28 +279,28 @@ def test_longer_recording_of_two_agents_counts(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy(0.1))], seconds=60)
     record(attempt, [(gpu(0), busy(0.7))], start=T0 + 1, seconds=500)
     record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver returned
-    found = summarize(run)
-    assert found.gpus[0].samples == found.gpus[0].samples_expected == 600
-    assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
-    assert "two_agents" in codes(found)
-    shown = build_curves(run, found).gpus.values["utilization"]
-    assert shown[np.isfinite(shown)] == pytest.approx(0.7)
+    summary = summarize(run)
+    assert summary.gpus[0].samples == summary.gpus[0].samples_expected == 600
+    assert summary.gpus[0].utilization is not None and summary.gpus[0].utilization.mean == pytest.approx(0.7)
+    assert "two_agents" in codes(summary)
+    curve = build_curves(run, summary).gpus.values["utilization"]
+    assert curve[np.isfinite(curve)] == pytest.approx(0.7)
 
 
 def test_late_nvml_is_reported(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=500)
     record(attempt, [(gpu(0), busy()), (gpu(1), busy())], start=T0 + 500, seconds=100)
-    found = summarize(run)
-    assert found.coverage == pytest.approx(1 / 6, abs=0.001)
-    assert [(g.samples, g.samples_expected) for g in found.gpus] == [(100, 600)] * 2
-    assert found.gpus[0].missing["power_w"] == "no NVML: DRIVER_NOT_LOADED: not yet (500 of 600 samples)"
-    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(2 * 598 / 3600, abs=0.001)
-    (insight,) = (n for n in found.insights if n.code == "no_nvml")
+    summary = summarize(run)
+    assert summary.coverage == pytest.approx(1 / 6, abs=0.001)
+    assert [(g.samples, g.samples_expected) for g in summary.gpus] == [(100, 600)] * 2
+    assert summary.gpus[0].missing["power_w"] == "no NVML: DRIVER_NOT_LOADED: not yet (500 of 600 samples)"
+    assert summary.waste is not None and summary.waste.gpu_hours == pytest.approx(2 * 598 / 3600, abs=0.001)
+    (insight,) = (n for n in summary.insights if n.code == "no_nvml")
     assert (insight.severity, insight.node) == ("warning", "n1")
     assert insight.text == "n1 had no GPU samples for 499 s: DRIVER_NOT_LOADED: not yet"
-    assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
-    assert build_curves(run, found).gpus.values["utilization"].shape[0] == 2
+    assert [v is not None for v in summary.gpus[0].timeline.utilization].count(True) < 40
+    assert build_curves(run, summary).gpus.values["utilization"].shape[0] == 2
 
 
 def test_xids_before_window_are_not_counted(run: RunDir) -> None:
@@ -310,10 +310,10 @@ def test_xids_before_window_are_not_counted(run: RunDir) -> None:
     event(attempt, "gpu_lost", "n1", T0 + 20, uuid="GPU-n1-0", index=0, reason="GPU_IS_LOST: gone")
     event(attempt, "gpu_back", "n1", T0 + 30, uuid="GPU-n1-0", index=0)
     event(attempt, "gpu_event", "n1", T0 + 280, uuid="GPU-n1-0", kind="xid", xid=13, count=7)
-    found = summarize(run)
-    assert [(x.xid, x.count) for x in found.gpus[0].errors.xids] == [(94, 1), (13, 7)]
-    assert "XID 13 7 times" in next(n.text for n in found.insights if "XID 13" in n.text)
-    assert "gpu_lost" in codes(found)
+    summary = summarize(run)
+    assert [(x.xid, x.count) for x in summary.gpus[0].errors.xids] == [(94, 1), (13, 7)]
+    assert "XID 13 7 times" in next(n.text for n in summary.insights if "XID 13" in n.text)
+    assert "gpu_lost" in codes(summary)
     late = summarize(run, SummaryRequest(since_s=60))
     assert [(x.xid, x.count) for x in late.gpus[0].errors.xids] == [(13, 7)]
     assert "gpu_lost" not in codes(late)
@@ -323,11 +323,11 @@ def test_gpu_listed_by_two_nodes_counts_once(run: RunDir) -> None:
     attempt = new_attempt(run, nodes=("n1", "n2"))
     for node in ("n1", "n2"):
         record(attempt, [(gpu(0, node="same"), busy())], node=node, seconds=101)
-    found = summarize(run)
-    assert [g.energy_j for g in found.gpus] == [400.0 * 100, None]
-    assert found.gpus[1].missing["energy_j"] == "counted for another node that has the same GPU"
-    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
-    assert not any("of 2 GPUs told" in n.text for n in found.insights)
+    summary = summarize(run)
+    assert [g.energy_j for g in summary.gpus] == [400.0 * 100, None]
+    assert summary.gpus[1].missing["energy_j"] == "counted for another node that has the same GPU"
+    assert summary.waste is not None and summary.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
+    assert not any("of 2 GPUs measured" in n.text for n in summary.insights)
     assert summarize(run, SummaryRequest(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
 
 
@@ -350,8 +350,8 @@ def with_steps(run: RunDir, attempt: int, start: float, steps: int, tokens: int 
 
 def test_energy_per_token_uses_selected_time(run: RunDir) -> None:
     def joules(request: SummaryRequest = WHOLE_RUN) -> float | None:
-        found = summarize(run, request).training
-        return None if found is None else found.joules_per_token
+        summary = summarize(run, request).training
+        return None if summary is None else summary.joules_per_token
 
     for n in (1, 2):
         start = T0 + 1000 * n
@@ -359,24 +359,24 @@ def test_energy_per_token_uses_selected_time(run: RunDir) -> None:
         record(attempt, [(gpu(i), busy()) for i in range(2)], start=start, seconds=101)
         event(attempt, "started", "n1", start)
         with_steps(run, n, start, 100)
-    fair = 2 * 400 / 1000
-    assert joules(SummaryRequest(attempt=1)) == joules(SummaryRequest(attempt=2)) == pytest.approx(fair)
-    assert joules(SummaryRequest(since_s=20)) == pytest.approx(fair, rel=0.06)
+    expected = 2 * 400 / 1000
+    assert joules(SummaryRequest(attempt=1)) == joules(SummaryRequest(attempt=2)) == pytest.approx(expected)
+    assert joules(SummaryRequest(since_s=20)) == pytest.approx(expected, rel=0.06)
     assert joules(SummaryRequest(gpu="0")) is None
-    found = summarize(run, SummaryRequest(gpu="0")).training
-    assert found is not None and found.energy_j == 2 * 100 * 400.0
+    summary = summarize(run, SummaryRequest(gpu="0")).training
+    assert summary is not None and summary.energy_j == 2 * 100 * 400.0
 
 
 def test_energy_per_token_needs_all_gpus(run: RunDir) -> None:
-    def mute(s: int) -> Row:
+    def no_power(s: int) -> Row:
         return [0.8, GIB, None, 40, 1500, 2619, None]
 
     attempt = new_attempt(run)
-    record(attempt, [(gpu(0), busy()), (gpu(1), mute)], seconds=101)
+    record(attempt, [(gpu(0), busy()), (gpu(1), no_power)], seconds=101)
     event(attempt, "started", "n1", T0)
     with_steps(run, 1, T0, 100)
-    found = summarize(run).training
-    assert found is not None and (found.energy_j, found.joules_per_token) == (400.0 * 100, None)
+    summary = summarize(run).training
+    assert summary is not None and (summary.energy_j, summary.joules_per_token) == (400.0 * 100, None)
 
 
 def test_waste_of_selected_part(run: RunDir) -> None:
@@ -404,11 +404,11 @@ def test_waste_of_run_is_not_used_for_a_part(run: RunDir) -> None:
         record(new_attempt(run, n), [(gpu(0), busy())], start=T0 + 1000 * n, seconds=101)
     whole = summarize(run)
     assert whole.waste is not None and whole.waste.gpu_hours == pytest.approx(200 / 3600, abs=0.0001)
-    known = Goodput(wall_s=500.0, lost_s=500.0)
+    whole_goodput = Goodput(wall_s=500.0, lost_s=500.0)
     for request, hours in ((SummaryRequest(attempt=2), 100 / 3600), (SummaryRequest(since_s=50), 50 / 3600)):
-        found = summarize(run, request._replace(goodput=known))
-        assert found.waste is not None and found.waste.gpu_hours == pytest.approx(hours, abs=0.0001)
-        assert found.goodput is not None and found.goodput != known
+        summary = summarize(run, request._replace(goodput=whole_goodput))
+        assert summary.waste is not None and summary.waste.gpu_hours == pytest.approx(hours, abs=0.0001)
+        assert summary.goodput is not None and summary.goodput != whole_goodput
 
 
 def test_unexplained_time_is_no_waste(run: RunDir) -> None:

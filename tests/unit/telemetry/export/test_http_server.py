@@ -27,7 +27,7 @@ from tests.unit.telemetry.snapshots import LABELS, full, snapshot
 WAIT_S = 30.0
 
 
-class Watched:
+class WatchedExporter:
     """An exporter and its events, in order."""
 
     def __init__(self, spec: ExporterSpec, labels: Labels = LABELS) -> None:
@@ -37,7 +37,8 @@ class Watched:
     def next_event(self) -> tuple[str, dict[str, Any]]:
         return self.events.get(timeout=WAIT_S)
 
-    def started(self) -> int:
+    def start(self) -> int:
+        """Start the exporter and return its port."""
         self.exporter.start()
         name, fields = self.next_event()
         assert name == "exporter_started", fields
@@ -45,15 +46,15 @@ class Watched:
 
 
 @pytest.fixture
-def export() -> Iterator[Callable[..., Watched]]:
-    made: list[Watched] = []
+def export() -> Iterator[Callable[..., WatchedExporter]]:
+    exporters: list[WatchedExporter] = []
 
-    def make(labels: Labels = LABELS, **spec: Any) -> Watched:
-        made.append(Watched(ExporterSpec(**spec), labels))
-        return made[-1]
+    def make(labels: Labels = LABELS, **spec: Any) -> WatchedExporter:
+        exporters.append(WatchedExporter(ExporterSpec(**spec), labels))
+        return exporters[-1]
 
     yield make
-    for watched in made:
+    for watched in exporters:
         assert watched.exporter.stop(WAIT_S)
 
 
@@ -79,31 +80,31 @@ def get(port: int, host: str = "127.0.0.1") -> str:
         return text
 
 
-def test_scrape_has_newest_snapshot(export: Callable[..., Watched]) -> None:
+def test_scrape_has_newest_snapshot(export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
-    port = watched.started()
+    port = watched.start()
     assert get(port) == ""  # before the first tick
     for value in (0.25, 0.75):
         watched.exporter.observe(snapshot({"host.cpu": value}))
         assert f'node="node1",run="demo-abcdef"}} {value}' in get(port)
 
 
-def test_no_metrics_of_agent_process(export: Callable[..., Watched]) -> None:
+def test_no_metrics_of_agent_process(export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
-    port = watched.started()
+    port = watched.start()
     watched.exporter.observe(snapshot(full()))
     lines = [line for line in get(port).splitlines() if not line.startswith("#")]
     assert lines and all(line.startswith("clustertrain_") for line in lines)
 
 
-def test_taken_port_moves_to_next(export: Callable[..., Watched]) -> None:
+def test_taken_port_moves_to_next(export: Callable[..., WatchedExporter]) -> None:
     first = free_port(PORT_ATTEMPTS)
     with socket.create_server(("127.0.0.1", first)):
-        assert export(port=first).started() == first + 1
-        assert export(port=first).started() == first + 2
+        assert export(port=first).start() == first + 1
+        assert export(port=first).start() == first + 2
 
 
-def test_all_ports_taken_is_event(export: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ports_taken_is_event(export: Callable[..., WatchedExporter], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clustertrain.telemetry.export.http_server.PORT_ATTEMPTS", 1)
     first = free_port()
     with socket.create_server(("127.0.0.1", first)):
@@ -116,51 +117,51 @@ def test_all_ports_taken_is_event(export: Callable[..., Watched], monkeypatch: p
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
-def test_foreign_address_is_event(address: str, export: Callable[..., Watched]) -> None:
+def test_foreign_address_is_event(address: str, export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(), address=address)
     watched.exporter.start()
     name, fields = watched.next_event()
     assert name == "exporter_failed" and fields["reason"].startswith(f"{address} port")
 
 
-def test_ipv6(export: Callable[..., Watched]) -> None:
+def test_ipv6(export: Callable[..., WatchedExporter]) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
     watched = export(port=free_port(PORT_ATTEMPTS), address="::1")
-    port = watched.started()
+    port = watched.start()
     watched.exporter.observe(snapshot(full()))
     assert "clustertrain_gpu_info" in get(port, "[::1]")
 
 
-def test_server_listens_only_on_loopback(export: Callable[..., Watched]) -> None:
-    port = export(port=free_port(PORT_ATTEMPTS)).started()
+def test_server_listens_only_on_loopback(export: Callable[..., WatchedExporter]) -> None:
+    port = export(port=free_port(PORT_ATTEMPTS)).start()
     with socket.create_server(("127.0.0.2", port)):  # otherwise "address already in use"
         pass
 
 
-def test_port_is_released(export: Callable[..., Watched]) -> None:
+def test_port_is_released(export: Callable[..., WatchedExporter]) -> None:
     first = free_port(PORT_ATTEMPTS)
     for _ in range(2):
         watched = export(port=first)
-        assert watched.started() == first
+        assert watched.start() == first
         watched.exporter.observe(snapshot(full()))
         get(first)
         assert watched.exporter.stop(WAIT_S)
 
 
-def test_stop_before_start_completes(export: Callable[..., Watched]) -> None:
+def test_stop_before_start_completes(export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     watched.exporter.start()
     assert watched.exporter.stop(WAIT_S)
-    never = export(port=free_port(PORT_ATTEMPTS))
-    assert never.exporter.stop(0.0)
+    unstarted = export(port=free_port(PORT_ATTEMPTS))
+    assert unstarted.exporter.stop(0.0)
 
 
-def test_silent_clients_do_not_block(export: Callable[..., Watched]) -> None:
+def test_silent_clients_do_not_block(export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
-    port = watched.started()
+    port = watched.start()
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
     try:
         silent[0].sendall(b"GET /metrics HTT")
@@ -172,16 +173,16 @@ def test_silent_clients_do_not_block(export: Callable[..., Watched]) -> None:
             client.close()
 
 
-@pytest.mark.parametrize("says", [b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.0\r\nX: "])
-def test_scrape_with_twenty_slow_clients(says: bytes, export: Callable[..., Watched]) -> None:
+@pytest.mark.parametrize("partial_request", [b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.0\r\nX: "])
+def test_scrape_with_twenty_slow_clients(partial_request: bytes, export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
-    port = watched.started()
+    port = watched.start()
     watched.exporter.observe(snapshot({"host.cpu": 0.125}))
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
     try:
         for client in slow:
-            with contextlib.suppress(OSError):  # dropped already
-                client.sendall(says)
+            with contextlib.suppress(OSError):  # already dropped
+                client.sendall(partial_request)
         for _ in range(3):
             assert "0.125" in get(port)
     finally:
@@ -189,9 +190,9 @@ def test_scrape_with_twenty_slow_clients(says: bytes, export: Callable[..., Watc
             client.close()
 
 
-def test_number_of_clients_is_limited(export: Callable[..., Watched]) -> None:
+def test_number_of_clients_is_limited(export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
-    port = watched.started()
+    port = watched.start()
     clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS + 4)]
     try:
         for client in clients[:4]:
@@ -213,11 +214,11 @@ def test_no_imports_without_exporter() -> None:
         "e = Exporter(ExporterSpec(), Labels('r', '', 1, 'n')); e.start(); assert e.stop();"
         "print('prometheus_client' in sys.modules, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False", "False"]
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["False", "False"]
 
 
-class Files:
+class TextfileThread:
     """A TextfileWriter with a short interval, run in a thread."""
 
     def __init__(self, path: Path) -> None:
@@ -225,10 +226,10 @@ class Files:
         self.written = threading.Semaphore(0)
         self.feed = Feed(LABELS, 1.0)
         self.feed.observe(snapshot(full()))
-        self.file = textfile.TextfileWriter(self.feed, path, self._tell, interval_s=0.01)
+        self.file = textfile.TextfileWriter(self.feed, path, self._record_event, interval_s=0.01)
         self.thread = threading.Thread(target=self.file.run, daemon=True)
 
-    def _tell(self, name: str, **fields: Any) -> None:
+    def _record_event(self, name: str, **fields: Any) -> None:
         self.events.append((name, fields))
         self.written.release()
 
@@ -239,7 +240,7 @@ class Files:
 
 def test_textfile_is_readable_and_removed_at_end(tmp_path: Path) -> None:
     path = tmp_path / textfile.file_name(LABELS)
-    files = Files(path)
+    files = TextfileThread(path)
     before = os.umask(0o077)
     try:
         files.begin()
@@ -247,7 +248,7 @@ def test_textfile_is_readable_and_removed_at_end(tmp_path: Path) -> None:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert path.name == "clustertrain-4711-node1.prom"
-    for _ in range(50):  # it is replaced meanwhile
+    for _ in range(50):  # while it is replaced
         assert path.read_text().rstrip().splitlines()[-1].startswith("clustertrain_sampler_last_sample")
         # node_exporter reads every file that ends in .prom.
         assert [p for p in tmp_path.iterdir() if p.suffix == ".prom"] == [path]
@@ -258,7 +259,7 @@ def test_textfile_is_readable_and_removed_at_end(tmp_path: Path) -> None:
 
 def test_missing_folder_is_reported_once_and_retried(tmp_path: Path) -> None:
     folder = tmp_path / "later"
-    files = Files(folder / "x.prom")
+    files = TextfileThread(folder / "x.prom")
     files.begin()
     assert files.events[0] == ("exporter_failed", {"reason": f"{folder / 'x.prom'}: No such file or directory"})
     folder.mkdir()
@@ -269,7 +270,7 @@ def test_missing_folder_is_reported_once_and_retried(tmp_path: Path) -> None:
 
 def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    files = Files(tmp_path / "file" / "x.prom")
+    files = TextfileThread(tmp_path / "file" / "x.prom")
     files.begin()
     assert files.events[0][0] == "exporter_failed" and "Not a directory" in files.events[0][1]["reason"]
     assert files.file.stop(WAIT_S)
@@ -282,13 +283,13 @@ def test_files_of_killed_agents_are_removed(tmp_path: Path) -> None:
         path.write_text("")
     for path in (old, foreign):
         os.utime(path, (1.0, 1.0))
-    files = Files(tmp_path / "x.prom")
+    files = TextfileThread(tmp_path / "x.prom")
     files.begin()
     assert files.file.stop(WAIT_S)
     assert {p.name for p in tmp_path.iterdir()} == {fresh.name, others.name, foreign.name}
 
 
-def test_http_and_textfile_together(tmp_path: Path, export: Callable[..., Watched]) -> None:
+def test_http_and_textfile_together(tmp_path: Path, export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS), textfile=str(tmp_path))
     watched.exporter.start()
     watched.exporter.observe(snapshot(full()))

@@ -22,7 +22,7 @@ from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry.export.exporter import Exporter
 from slurm.grafana import dashboard
 from tests.paths import ROOT
-from tests.unit.telemetry.export.test_http_server import PORT_ATTEMPTS, WAIT_S, Watched, free_port
+from tests.unit.telemetry.export.test_http_server import PORT_ATTEMPTS, WAIT_S, WatchedExporter, free_port
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot
 
 DASHBOARD = ROOT / "slurm" / "grafana" / "clustertrain.json"
@@ -45,38 +45,38 @@ class Prometheus:
                 return json.load(answer)
         except urllib.error.HTTPError as e:
             if e.code >= 500:
-                raise  # it is not up yet
+                raise  # the server is not up yet
             return json.load(e)
 
     def query(self, expr: str) -> list[dict[str, Any]]:
         answer = self.get("/api/v1/query", query=expr)
         assert answer["status"] == "success", f"{expr}: {answer}"
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
 
     def wait_for(self, expr: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        result: list[dict[str, Any]] = []
 
-        def there() -> bool:
-            nonlocal found
+        def has_result() -> bool:
+            nonlocal result
             try:
-                found = self.query(expr)
-            except OSError:  # it is not up yet
+                result = self.query(expr)
+            except OSError:  # the server is not up yet
                 return False
-            return bool(found)
+            return bool(result)
 
-        assert clock.wait_until(there, WAIT_S), f"no answer to {expr}: {self.get('/api/v1/targets')}"
-        return found
+        assert clock.wait_until(has_result, WAIT_S), f"no answer to {expr}: {self.get('/api/v1/targets')}"
+        return result
 
 
-def _feed(exporter: Exporter, over: threading.Event) -> None:
+def _feed(exporter: Exporter, stop_event: threading.Event) -> None:
     """Feed a working node: every counter grows by 10 per tick."""
     for tick in itertools.count():
         values = {c: 0.5 if "ratio" in c or "utilization" in c else 10.0 * tick for c in full()}
         values |= {"gpu0.utilization": 0.87, "gpu1.utilization": 0.0, "rank8.phase": float(PHASES.index("train"))}
         del values["gpu1.power_w"]
         exporter.observe(snapshot(values))
-        if over.wait(0.1):
+        if stop_event.wait(0.1):
             return
 
 
@@ -85,10 +85,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed: slurm/install-packages")
     folder = tmp_path_factory.mktemp("prometheus")
-    watched = Watched(ExporterSpec(port=free_port(PORT_ATTEMPTS)))
-    (folder / "config.yml").write_text(CONFIG.format(port=watched.started()))
-    over = threading.Event()
-    feeder = threading.Thread(target=_feed, args=(watched.exporter, over), daemon=True)
+    watched = WatchedExporter(ExporterSpec(port=free_port(PORT_ATTEMPTS)))
+    (folder / "config.yml").write_text(CONFIG.format(port=watched.start()))
+    stop_event = threading.Event()
+    feeder = threading.Thread(target=_feed, args=(watched.exporter, stop_event), daemon=True)
     watched.exporter.watch_xids(["GPU-0"])
     watched.exporter.record_xid("GPU-1", 79)
     feeder.start()
@@ -103,7 +103,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         finally:
             child.terminate()
             child.wait(WAIT_S)
-            over.set()
+            stop_event.set()
             feeder.join(WAIT_S)
             assert watched.exporter.stop(WAIT_S)
 
@@ -112,17 +112,17 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 def test_prometheus_has_values_with_labels(prometheus: Prometheus) -> None:
     (target,) = prometheus.get("/api/v1/targets")["data"]["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
-    found = {r["metric"]["uuid"]: r for r in prometheus.query("clustertrain_gpu_utilization_ratio")}
-    assert {uuid: float(r["value"][1]) for uuid, r in found.items()} == {"GPU-0": 0.87, "GPU-1": 0.0}
-    labels = {k: v for k, v in found["GPU-0"]["metric"].items() if k not in ("__name__", "instance", "job")}
+    by_uuid = {r["metric"]["uuid"]: r for r in prometheus.query("clustertrain_gpu_utilization_ratio")}
+    assert {uuid: float(r["value"][1]) for uuid, r in by_uuid.items()} == {"GPU-0": 0.87, "GPU-1": 0.0}
+    labels = {k: v for k, v in by_uuid["GPU-0"]["metric"].items() if k not in ("__name__", "instance", "job")}
     base = {"run": LABELS.run, "job_id": LABELS.job_id, "attempt": "2", "node": LABELS.node}
     assert labels == {**base, "gpu": "0", "uuid": "GPU-0", "rank": "8"}
     assert [r["metric"]["uuid"] for r in prometheus.query("clustertrain_gpu_power_watts")] == ["GPU-0"]
     (xid,) = prometheus.query("clustertrain_gpu_xids_by_number_total")
     assert xid["metric"]["xid"] == "79" and xid["value"][1] == "1"
     # Counters have a rate.
-    (joined,) = prometheus.query('rate(clustertrain_rank_tokens_total{rank="8"}[30s]) > 0')
-    assert joined["metric"]["rank"] == "8"
+    (series,) = prometheus.query('rate(clustertrain_rank_tokens_total{rank="8"}[30s]) > 0')
+    assert series["metric"]["rank"] == "8"
 
 
 def _expressions() -> list[str]:
@@ -132,15 +132,15 @@ def _expressions() -> list[str]:
 
 @pytest.mark.long
 def test_dashboard_queries_have_results(prometheus: Prometheus) -> None:
-    silent = []
-    filled = {"$__rate_interval": "30s", "$__range": "30s", "$run": ".*", "$job": ".*", "$node": ".*"}
+    empty = []
+    variables = {"$__rate_interval": "30s", "$__range": "30s", "$run": ".*", "$job": ".*", "$node": ".*"}
     for expr in _expressions():
-        asked = expr
-        for variable, value in filled.items():
-            asked = asked.replace(variable, value)
-        if not prometheus.query(asked):
-            silent.append(expr)
-    assert silent == []
+        query = expr
+        for variable, value in variables.items():
+            query = query.replace(variable, value)
+        if not prometheus.query(query):
+            empty.append(expr)
+    assert empty == []
     names = prometheus.get("/api/v1/label/run/values", **{"match[]": "clustertrain_sampler_samples_total"})
     assert names["data"] == [LABELS.run]
 
@@ -152,8 +152,8 @@ def test_documented_queries_have_results(prometheus: Prometheus) -> None:
     )
     assert len(lines) == 2
     assert [line for line in lines if not prometheus.query(line)] == []
-    (joined,) = prometheus.query(lines[0])  # the other rank is in no phase of that number
-    assert joined["metric"]["rank"] == "8"
+    (series,) = prometheus.query(lines[0])  # the other rank is not in that phase
+    assert series["metric"]["rank"] == "8"
 
 
 def test_dashboard_matches_its_script() -> None:
@@ -161,16 +161,16 @@ def test_dashboard_matches_its_script() -> None:
 
 
 def test_dashboard_layout() -> None:
-    found = dashboard.build()
-    ids = [p["id"] for p in found["panels"]]
+    built = dashboard.build()
+    ids = [p["id"] for p in built["panels"]]
     assert len(ids) == len(set(ids))
     cells = [
         (x, y)
-        for at in (p["gridPos"] for p in found["panels"])
+        for at in (p["gridPos"] for p in built["panels"])
         for x in range(at["x"], at["x"] + at["w"])
         for y in range(at["y"], at["y"] + at["h"])
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < dashboard.WIDTH
-    assert [v["name"] for v in found["templating"]["list"]] == ["datasource", "run", "job", "node"]
+    assert [v["name"] for v in built["templating"]["list"]] == ["datasource", "run", "job", "node"]
     assert dashboard.PHASES == PHASES
     assert all(("$run" in expr and "$job" in expr and "$node" in expr) for expr in _expressions())

@@ -31,8 +31,8 @@ SLOW = ["gpu0.processes", "gpu1.processes", "host.cpu", "rank4.memory_bytes"]
 
 def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 25) -> Path:
     """Record a segment: utilization is second / 100 (GPU 1: missing in odd seconds), slow fields at 0, 10, 20 …"""
-    here = folder / node
-    writer = Writer(here)
+    node_folder = folder / node
+    writer = Writer(node_folder)
     gpus = [GpuFacts("GPU-a", 0, ranks=[4]), GpuFacts("GPU-b", 1)]
     writer.begin(Header(node=node, t=t, mono=0.0, interval_s=1.0, gpus=gpus, ranks=[4], fast=FAST, slow=SLOW))
     for d in range(seconds):
@@ -42,7 +42,7 @@ def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 2
             writer.slow(float(d), np.array([1.0, 0.0, 0.25, 5e9]))
     writer.end(float(seconds))
     writer.close()
-    return here
+    return node_folder
 
 
 def attempt_segments(*folders: Path, attempt: int = 1) -> list[AttemptSegment]:
@@ -53,23 +53,23 @@ Row = dict[str, Any]
 Write = Callable[..., list[Row]]
 
 
-def _by_csv(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
-    write_csv(found, path, choice)
+def rows_via_csv(segments: list[AttemptSegment], path: Path, row_filter: RowFilter = table.ALL_ROWS) -> list[Row]:
+    write_csv(segments, path, row_filter)
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
     text_fields = {"node", "device", "uuid", "phase"}
     return [{k: (v if k in text_fields else float(v)) if v else None for k, v in row.items()} for row in rows]
 
 
-def _by_parquet(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
-    write_parquet(found, path, choice)
+def rows_via_parquet(segments: list[AttemptSegment], path: Path, row_filter: RowFilter = table.ALL_ROWS) -> list[Row]:
+    write_parquet(segments, path, row_filter)
     rows: list[Row] = pa.parquet.read_table(path).to_pylist()
     return rows
 
 
-@pytest.fixture(params=[_by_csv, _by_parquet], ids=["csv", "parquet"])
+@pytest.fixture(params=[rows_via_csv, rows_via_parquet], ids=["csv", "parquet"])
 def write(request: pytest.FixtureRequest) -> Write:
-    found: Write = request.param
-    return found
+    function: Write = request.param
+    return function
 
 
 def test_one_row_per_time_and_device(write: Write, tmp_path: Path) -> None:
@@ -90,15 +90,15 @@ def test_one_row_per_time_and_device(write: Write, tmp_path: Path) -> None:
 def test_every_sample_once_with_empty_missing_values(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = attempt_segments(record(tmp_path))
-    whole = write(found, tmp_path / "whole")
+    segments = attempt_segments(record(tmp_path))
+    whole = write(segments, tmp_path / "whole")
     monkeypatch.setattr(table, "_CELLS", 40)  # windows of a few seconds, pieces of a few rows
     monkeypatch.setattr(table, "_ROWS", 7)
-    rows = write(found, tmp_path / "out")
+    rows = write(segments, tmp_path / "out")
     assert rows == whole
-    of_gpu = [[r["utilization"] for r in rows if r["device"] == f"gpu{i}"] for i in (0, 1)]
-    assert of_gpu[0] == [d / 100 for d in range(25)]
-    assert of_gpu[1] == [d / 100 if d % 2 == 0 else None for d in range(25)]
+    by_gpu = [[r["utilization"] for r in rows if r["device"] == f"gpu{i}"] for i in (0, 1)]
+    assert by_gpu[0] == [d / 100 for d in range(25)]
+    assert by_gpu[1] == [d / 100 if d % 2 == 0 else None for d in range(25)]
     assert [r["energy_j"] for r in rows if r["device"] == "gpu0"] == [300.5 * d for d in range(25)]
     assert [r["step"] for r in rows if r["device"] == "rank4"] == [d // 5 for d in range(25)]
     assert [r["time_s"] - T0 for r in rows if r["processes"] == 1] == [0, 10, 20]
@@ -108,18 +108,20 @@ def test_several_nodes_and_attempts(write: Write, tmp_path: Path) -> None:
     first = attempt_segments(record(tmp_path / "1", "a", seconds=3), record(tmp_path / "1", "b", seconds=2))
     second = attempt_segments(record(tmp_path / "2", "a", t=T0 + 100, seconds=1), attempt=2)
     rows = write([*first, *second], tmp_path / "out")
-    seen = {(r["attempt"], r["node"], r["time_s"] - T0) for r in rows}
-    assert seen == {(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "b", 0), (1, "b", 1), (2, "a", 100)}
+    samples = {(r["attempt"], r["node"], r["time_s"] - T0) for r in rows}
+    assert samples == {(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "b", 0), (1, "b", 1), (2, "a", 100)}
 
 
 def test_row_filter(write: Write, tmp_path: Path) -> None:
-    found = attempt_segments(record(tmp_path))
-    only = RowFilter(gpu_filter=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11)
-    rows = write(found, tmp_path / "out", only)
+    segments = attempt_segments(record(tmp_path))
+    row_filter = RowFilter(
+        gpu_filter=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11
+    )
+    rows = write(segments, tmp_path / "out", row_filter)
     assert {r["device"] for r in rows} == {"gpu0", "rank4"}
     assert sorted({r["time_s"] - T0 for r in rows}) == [5, 6, 7, 8, 9, 10]
-    assert write(found, tmp_path / "out", RowFilter(gpu_filter=lambda node, gpu: False)) == []
-    assert write(found, tmp_path / "out", RowFilter(since=T0 + 1000)) == []
+    assert write(segments, tmp_path / "out", RowFilter(gpu_filter=lambda node, gpu: False)) == []
+    assert write(segments, tmp_path / "out", RowFilter(since=T0 + 1000)) == []
     assert write([], tmp_path / "out") == []
 
 
@@ -144,8 +146,8 @@ def test_unknown_phase_is_missing(write: Write, tmp_path: Path) -> None:
 def test_damage_affects_only_its_segment(tmp_path: Path) -> None:
     good, bad = record(tmp_path, "good", seconds=4), record(tmp_path, "bad", seconds=4)
     (bad / "0" / "header.json").write_text("{")
-    written = write_csv(attempt_segments(bad, good), tmp_path / "out.csv")
-    assert written.rows == 4 * 3 + 1 and len(written.errors) == 1 and "damaged" in written.errors[0]
+    result = write_csv(attempt_segments(bad, good), tmp_path / "out.csv")
+    assert result.rows == 4 * 3 + 1 and len(result.errors) == 1 and "damaged" in result.errors[0]
 
 
 def test_every_field_has_a_column() -> None:
@@ -195,14 +197,14 @@ def test_parquet_to_stdout_raises() -> None:
 
 def test_progress_reaches_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_CELLS", 40)
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     write_csv(
         attempt_segments(record(tmp_path)),
         tmp_path / "out.csv",
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda done, total: calls.append((done, total)),
     )
-    assert len(seen) > 2 and seen == sorted(seen)
-    assert seen[-1][0] >= 0.99 * seen[-1][1] and len({total for _, total in seen}) == 1
+    assert len(calls) > 2 and calls == sorted(calls)
+    assert calls[-1][0] >= 0.99 * calls[-1][1] and len({total for _, total in calls}) == 1
 
 
 _TO_STDOUT = """

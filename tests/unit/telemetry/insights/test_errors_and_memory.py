@@ -55,10 +55,10 @@ def test_usual_errors_are_ignored() -> None:
 
 
 def test_one_note_per_xid_and_gpu() -> None:
-    found = with_gpu(
+    summary = with_gpu(
         healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
     )
-    insights = [n for n in build_notes(found) if n.code == "xid"]
+    insights = [n for n in build_notes(summary) if n.code == "xid"]
     assert sorted(n.text.partition(":")[0] for n in insights) == [
         "GPU 0 of n2 reported XID 63",
         "GPU 0 of n2 reported XID 79 2 times",
@@ -89,9 +89,9 @@ def test_nvlinks_down() -> None:
 
 def test_lost_gpu_is_reported_once() -> None:
     gone = "GPU_IS_LOST: the GPU has fallen off the bus"
-    found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), missing={"power_w": gone, "sm_clock_mhz": gone})
-    assert codes(found) == ["gpu_lost"]
-    assert "submit --exclude n2" in single_note(found, "gpu_lost").fix
+    summary = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), missing={"power_w": gone, "sm_clock_mhz": gone})
+    assert codes(summary) == ["gpu_lost"]
+    assert "submit --exclude n2" in single_note(summary, "gpu_lost").fix
 
 
 def test_gpu_memory_over_requested() -> None:
@@ -108,63 +108,63 @@ def test_gpu_memory_over_requested() -> None:
 
 
 def test_host_memory_and_cores_over_requested() -> None:
-    found = healthy()
+    summary = healthy()
     small = ProcessSummary(stats(20.0), stats(2.0), 9)
-    found = replace(found, hosts=[replace(h, processes=small) for h in found.hosts])
-    memory, cores = single_note(found, "host_memory_over_requested"), single_note(found, "cores_over_requested")
+    summary = replace(summary, hosts=[replace(h, processes=small) for h in summary.hosts])
+    memory, cores = single_note(summary, "host_memory_over_requested"), single_note(summary, "cores_over_requested")
     assert memory.fix == "use --mem=25G, the peak plus 20 %"
     assert cores.fix == "use --cpus-per-gpu=2, the usage plus 20 %"
     assert "2.0 of 16 cores" in cores.text
-    whole = replace(found, hosts=[replace(h, cpu_allocated=96, memory_allocated_gib=1024.0) for h in found.hosts])
+    whole = replace(summary, hosts=[replace(h, cpu_allocated=96, memory_allocated_gib=1024.0) for h in summary.hosts])
     assert codes(whole, info=True) == ["energy", "power_limited"], "a whole node has no smaller size"
 
 
 def test_host_memory_nearly_full() -> None:
-    found = healthy(1, 2)
-    found = replace(found, hosts=[replace(found.hosts[0], processes=ProcessSummary(stats(126.0), None, 9))])
-    assert single_note(found, "host_memory_nearly_full").node == "n1"
+    summary = healthy(1, 2)
+    summary = replace(summary, hosts=[replace(summary.hosts[0], processes=ProcessSummary(stats(126.0), None, 9))])
+    assert single_note(summary, "host_memory_nearly_full").node == "n1"
 
 
 def test_gpu_hours() -> None:
-    found = healthy()
+    summary = healthy()
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"lost": 7.0, "startup": 3.0})
-    insight = single_note(replace(found, waste=waste), "gpu_hours_wasted")
+    insight = single_note(replace(summary, waste=waste), "gpu_hours_wasted")
     assert insight.severity == "warning"
     assert insight.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: lost steps 7.00, start-up 3.00"
     idle = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"idle_gpus": 9.0, "startup": 1.0})
-    assert single_note(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", (
+    assert single_note(replace(summary, waste=idle), "gpu_hours_wasted").severity == "info", (
         "each of them has an insight already"
     )
 
 
 def test_lost_work() -> None:
-    found = healthy()
-    assert found.goodput is not None
-    assert codes(replace(found, goodput=replace(found.goodput, repeated_s=700.0, lost_s=300.0))) == ["work_lost"]
+    summary = healthy()
+    assert summary.goodput is not None
+    assert codes(replace(summary, goodput=replace(summary.goodput, repeated_s=700.0, lost_s=300.0))) == ["work_lost"]
 
 
 def test_energy() -> None:
     assert single_note(healthy(), "energy").text == "the GPUs used 9.84 kWh, 0.0079 J per token"
-    some = with_gpu(healthy(), "n1", 0, energy_j=None)
-    assert "(7 of 8 GPUs measured)" in single_note(some, "energy").text
+    partly_measured = with_gpu(healthy(), "n1", 0, energy_j=None)
+    assert "(7 of 8 GPUs measured)" in single_note(partly_measured, "energy").text
 
 
 def test_recording_problems() -> None:
-    found = healthy(1, 2)
-    (host,) = found.hosts
-    assert single_note(replace(found, hosts=[replace(host, samplers_max=2)]), "two_agents").node == "n1"
-    stepped = single_note(replace(found, hosts=[replace(host, clock_steps_s=[0.2, -37.5])]), "clock_stepped")
+    summary = healthy(1, 2)
+    (host,) = summary.hosts
+    assert single_note(replace(summary, hosts=[replace(host, samplers_max=2)]), "two_agents").node == "n1"
+    stepped = single_note(replace(summary, hosts=[replace(host, clock_steps_s=[0.2, -37.5])]), "clock_stepped")
     assert (stepped.severity, "set 37.5 s back" in stepped.text) == ("info", True)
-    assert codes(replace(found, hosts=[replace(host, samples=100)])) == ["low_coverage"]
-    unreadable = single_note(replace(found, read_errors=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
+    assert codes(replace(summary, hosts=[replace(host, samples=100)])) == ["low_coverage"]
+    unreadable = single_note(replace(summary, read_errors=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
     assert "9 files could not be read" in unreadable.text
     assert "and 3 more" in unreadable.text
 
 
 def test_unsupported_fields_give_one_note() -> None:
     nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
-    found = with_gpus(healthy(), missing=nulls)
-    assert single_note(found, "field_missing").text == (
+    summary = with_gpus(healthy(), missing=nulls)
+    assert single_note(summary, "field_missing").text == (
         "power_w, energy_j, temperature_c are missing on 8 GPUs (NOT_SUPPORTED: no)"
     )
 
@@ -182,8 +182,8 @@ def test_unsupported_fields_give_one_note() -> None:
 def test_run_without_samples_gives_reason(changes: dict[str, Any], text: str) -> None:
     empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
     lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
-    found = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
-    assert text in single_note(found, "no_telemetry").text
+    summary = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
+    assert text in single_note(summary, "no_telemetry").text
 
 
 def test_out_of_memory() -> None:
@@ -210,10 +210,10 @@ def test_failed_exporter() -> None:
     file = {"event": "exporter_failed", "reason": "/x/a.prom: No space left on device"}
     log = [{"t": T0, "host": "n1", **port}, {"t": T0, "host": "n2", **port}, {"t": T0 + 1, "host": "n1", **file}]
     log.append({"t": T0 + 1, "host": "n1", "event": "exporter_started", "textfile": "/x/b.prom"})
-    found = {n.text: n for n in build_notes(healthy(), log) if n.code == "exporter_failed"}
-    ports = found["the Prometheus exporter failed on 2 nodes: 127.0.0.1 port 9: Permission denied"]
+    summary = {n.text: n for n in build_notes(healthy(), log) if n.code == "exporter_failed"}
+    ports = summary["the Prometheus exporter failed on 2 nodes: 127.0.0.1 port 9: Permission denied"]
     assert (ports.severity, ports.fix) == ("warning", "set port to 1024")
-    assert found["the Prometheus exporter failed on n1: /x/a.prom: No space left on device"].severity == "warning"
+    assert summary["the Prometheus exporter failed on n1: /x/a.prom: No space left on device"].severity == "warning"
     log.append({"t": T0 + 9, "host": "n1", "event": "exporter_started", "textfile": "/x/a.prom"})
     again = [n for n in build_notes(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
     assert [n.severity for n in again] == ["info"]

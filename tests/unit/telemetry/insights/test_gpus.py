@@ -50,11 +50,11 @@ def test_idle_throttled_and_slow_gpu_are_named() -> None:
 
 def test_outliers_without_rank_data() -> None:
     """A script without the session has no phases, goodput or training summary."""
-    found = with_gpus(broken(), phases={})
-    found = with_gpu(found, "n3", 0, sm_clock_mhz=stats(1410.0))
-    found = with_gpu(found, "n4", 1, sm_clock_mhz=stats(1680.0))
-    found = replace(found, ranks=[], training=None, goodput=None, waste=None, layout=None)
-    assert [(code, node) for code, node, *_ in named(found)] == [
+    summary = with_gpus(broken(), phases={})
+    summary = with_gpu(summary, "n3", 0, sm_clock_mhz=stats(1410.0))
+    summary = with_gpu(summary, "n4", 1, sm_clock_mhz=stats(1680.0))
+    summary = replace(summary, ranks=[], training=None, goodput=None, waste=None, layout=None)
+    assert [(code, node) for code, node, *_ in named(summary)] == [
         ("gpu_unused", "n2"),
         ("slow_gpu", "n4"),
         ("throttled", "n3"),
@@ -62,18 +62,18 @@ def test_outliers_without_rank_data() -> None:
 
 
 def test_several_unused_gpus() -> None:
-    found = idle(idle(healthy(), "n2", 1), "n4", 0)
-    assert [(code, rank) for code, _, _, rank in named(found)] == [
+    summary = idle(idle(healthy(), "n2", 1), "n4", 0)
+    assert [(code, rank) for code, _, _, rank in named(summary)] == [
         ("gpu_unused", 3),
         ("gpu_unused", 6),
         ("gpus_unused", None),
     ]
-    assert "did not use 2 of 8 allocated GPUs" in build_notes(found)[2].text
+    assert "did not use 2 of 8 allocated GPUs" in build_notes(summary)[2].text
 
 
 def test_unused_gpu_holding_memory() -> None:
-    found = with_gpu(idle(healthy(), "n2", 1), "n2", 1, memory_used_gib=stats(40.0))
-    assert "although 41.2 GiB of its memory were in use" in build_notes(found)[0].text
+    summary = with_gpu(idle(healthy(), "n2", 1), "n2", 1, memory_used_gib=stats(40.0))
+    assert "although 41.2 GiB of its memory were in use" in build_notes(summary)[0].text
 
 
 def test_idle_gpu_before_training_is_no_failure() -> None:
@@ -83,14 +83,14 @@ def test_idle_gpu_before_training_is_no_failure() -> None:
 
 
 def test_mig_slice_is_judged_by_sm_activity() -> None:
-    found = with_gpus(healthy(1, 2), utilization=None, parent="GPU-whole", phases={})
-    assert codes(found) == []
-    assert codes(with_gpu(found, "n1", 1, sm_activity=Stats(0.0, 0.0, 0.0, 0.0, 0.0))) == ["gpu_unused"]
+    summary = with_gpus(healthy(1, 2), utilization=None, parent="GPU-whole", phases={})
+    assert codes(summary) == []
+    assert codes(with_gpu(summary, "n1", 1, sm_activity=Stats(0.0, 0.0, 0.0, 0.0, 0.0))) == ["gpu_unused"]
 
 
 def test_slow_gpu_at_power_limit_has_reason() -> None:
-    found = in_training(healthy(), "n1", 0, sm_clock_mhz=1600.0)
-    assert build_notes(found)[0].text.endswith("of the others, at its power limit, like them")
+    summary = in_training(healthy(), "n1", 0, sm_clock_mhz=1600.0)
+    assert build_notes(summary)[0].text.endswith("of the others, at its power limit, like them")
 
 
 @pytest.mark.parametrize("by", [0.02, 0.04])
@@ -104,34 +104,34 @@ def test_two_gpus_need_larger_difference() -> None:
 
 
 def test_different_models_are_not_compared() -> None:
-    found = healthy(2, 4)
+    summary = healthy(2, 4)
     for number in range(4):
-        found = with_gpu(found, "n2", number, name="NVIDIA A100-SXM4-80GB")
-        found = in_training(found, "n2", number, sm_clock_mhz=1410.0)
-    assert codes(found) == []
+        summary = with_gpu(summary, "n2", number, name="NVIDIA A100-SXM4-80GB")
+        summary = in_training(summary, "n2", number, sm_clock_mhz=1410.0)
+    assert codes(summary) == []
 
 
 def test_lower_power_limit_than_others() -> None:
-    found = healthy()
-    for g in found.gpus:
-        found = in_training(found, g.node, g.index or 0, throttle_ratio=ThrottleShares(0.05, 0.0, 0.0))
-    found = in_training(found, "n1", 1, sm_clock_mhz=1500.0, throttle_ratio=ThrottleShares(0.98, 0.0, 0.0))
-    assert named(found) == [("power_capped", "n1", "GPU-n1-1-5b1c9f0e", 1)]
+    summary = healthy()
+    for g in summary.gpus:
+        summary = in_training(summary, g.node, g.index or 0, throttle_ratio=ThrottleShares(0.05, 0.0, 0.0))
+    summary = in_training(summary, "n1", 1, sm_clock_mhz=1500.0, throttle_ratio=ThrottleShares(0.98, 0.0, 0.0))
+    assert named(summary) == [("power_capped", "n1", "GPU-n1-1-5b1c9f0e", 1)]
 
 
 @pytest.mark.parametrize(("cause", "word"), [("thermal", "heat"), ("hardware", "hardware slowdown")])
 def test_all_gpus_throttled(cause: str, word: str) -> None:
-    found = healthy(1, 4)
+    summary = healthy(1, 4)
     for number in range(4):
-        found = in_training(found, "n1", number, throttle_ratio=ThrottleShares(**{cause: 0.5}))
-    assert codes(found) == ["throttled"] * 4
-    assert word in build_notes(found)[0].text
+        summary = in_training(summary, "n1", number, throttle_ratio=ThrottleShares(**{cause: 0.5}))
+    assert codes(summary) == ["throttled"] * 4
+    assert word in build_notes(summary)[0].text
 
 
 def test_job_throttling_counts_as_training() -> None:
-    found = with_gpu(healthy(1, 2), "n1", 0, throttle_ratio=ThrottleShares(0.0, 0.3, 0.0))
-    found = in_training(found, "n1", 0, share=0.5, throttle_ratio=ThrottleShares())
-    assert "for 60% of the training" in build_notes(found)[0].text
+    summary = with_gpu(healthy(1, 2), "n1", 0, throttle_ratio=ThrottleShares(0.0, 0.3, 0.0))
+    summary = in_training(summary, "n1", 0, share=0.5, throttle_ratio=ThrottleShares())
+    assert "for 60% of the training" in build_notes(summary)[0].text
 
 
 @pytest.mark.parametrize(
@@ -146,21 +146,21 @@ def test_harmless_wait_is_no_straggler() -> None:
 
 
 def test_cpu_ranks() -> None:
-    found = replace(healthy(2, 4), gpus=[])
-    found = replace(found, ranks=[replace(r, uuid=None) for r in found.ranks])
-    assert codes(found) == []
-    assert named(with_rank(found, 6, forward_s=0.4)) == [("straggler", "n2", None, 6)]
+    summary = replace(healthy(2, 4), gpus=[])
+    summary = replace(summary, ranks=[replace(r, uuid=None) for r in summary.ranks])
+    assert codes(summary) == []
+    assert named(with_rank(summary, 6, forward_s=0.4)) == [("straggler", "n2", None, 6)]
 
 
 def test_uneven_work() -> None:
-    found = in_training(healthy(), "n2", 0, utilization=0.55)
-    assert named(found) == [("imbalance", "n2", "GPU-n2-0-5b1c9f0e", 2)]
+    summary = in_training(healthy(), "n2", 0, utilization=0.55)
+    assert named(summary) == [("imbalance", "n2", "GPU-n2-0-5b1c9f0e", 2)]
 
 
 def test_throttled_gpu_is_named_once() -> None:
-    found = in_training(throttling(healthy(), "n3", 0), "n3", 0, utilization=0.5)
-    found = with_rank(found, 4, forward_s=0.5, data_wait_s=0.4)
-    assert [code for code, *_ in named(found)] == ["throttled"]
+    summary = in_training(throttling(healthy(), "n3", 0), "n3", 0, utilization=0.5)
+    summary = with_rank(summary, 4, forward_s=0.5, data_wait_s=0.4)
+    assert [code for code, *_ in named(summary)] == ["throttled"]
 
 
 def test_outliers_exclude_themselves() -> None:

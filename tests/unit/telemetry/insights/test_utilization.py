@@ -28,10 +28,10 @@ from tests.unit.telemetry.summaries import (
 
 def low(mean: float = 0.35, in_train: float = 0.36) -> Summary:
     """Return a job with low utilization and no recorded cause."""
-    found = with_gpus(healthy(), utilization=Stats(mean, 0.0, mean, 0.9, 1.0), nvlink_bytes_per_s=None)
-    for g in found.gpus:
-        found = in_training(found, g.node, g.index or 0, utilization=in_train)
-    return found
+    summary = with_gpus(healthy(), utilization=Stats(mean, 0.0, mean, 0.9, 1.0), nvlink_bytes_per_s=None)
+    for g in summary.gpus:
+        summary = in_training(summary, g.node, g.index or 0, utilization=in_train)
+    return summary
 
 
 def training(summary: Summary, **changes: object) -> Summary:
@@ -53,15 +53,15 @@ def test_waiting_for_data() -> None:
 
 
 def test_waiting_for_data_reported_by_ranks() -> None:
-    found = low()
-    found = replace(found, ranks=[replace(r, data_wait_s=0.3) for r in found.ranks])
-    assert codes(found) == ["waiting_on_data"]
+    summary = low()
+    summary = replace(summary, ranks=[replace(r, data_wait_s=0.3) for r in summary.ranks])
+    assert codes(summary) == ["waiting_on_data"]
 
 
 def test_waiting_for_data_with_busy_cores_requests_cores() -> None:
-    found = training(low(), data_wait_share=0.42)
-    found = replace(found, hosts=[replace(h, cpu_allocated=12) for h in found.hosts])
-    (insight,) = (n for n in build_notes(found) if n.code == "waiting_on_data")
+    summary = training(low(), data_wait_share=0.42)
+    summary = replace(summary, hosts=[replace(h, cpu_allocated=12) for h in summary.hosts])
+    (insight,) = (n for n in build_notes(summary) if n.code == "waiting_on_data")
     assert "100% of the allocated cores busy" in insight.text
     assert insight.fix is not None
     assert "--cpus-per-gpu" in insight.fix
@@ -82,19 +82,19 @@ def test_data_wait_is_reported_with_busy_gpus() -> None:
     ],
 )
 def test_time_outside_training(part: str, code: str, word: str) -> None:
-    found = goodput(low(), **{part: 3000.0})
-    (insight,) = (n for n in build_notes(found) if n.code == code)
+    summary = goodput(low(), **{part: 3000.0})
+    (insight,) = (n for n in build_notes(summary) if n.code == code)
     assert insight.severity == "warning"
     assert word in insight.text
-    assert codes(found) == [code]
+    assert codes(summary) == [code]
     assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "also reported with busy GPUs"
 
 
 def test_short_job_is_not_blamed_for_startup() -> None:
-    found = low()
-    assert found.goodput is not None
-    short = replace(found.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
-    insights = build_notes(replace(found, goodput=short))
+    summary = low()
+    assert summary.goodput is not None
+    short = replace(summary.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
+    insights = build_notes(replace(summary, goodput=short))
     assert [(n.severity, n.code) for n in insights if n.code == "startup_dominated"] == [("info", "startup_dominated")]
     assert [n for n in insights if n.severity != "info" and n.code == "low_utilization"] == []
 
@@ -103,32 +103,32 @@ def test_short_job_is_not_blamed_for_startup() -> None:
     ("part", "code"), [("evaluation_s", "evaluation_often"), ("checkpoint_stall_s", "checkpoint_often")]
 )
 def test_short_job_is_not_blamed_for_checkpoints(part: str, code: str) -> None:
-    found = healthy()
-    assert found.goodput is not None
-    short = replace(found.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
-    (insight,) = (n for n in build_notes(replace(found, goodput=short)) if n.code == code)
+    summary = healthy()
+    assert summary.goodput is not None
+    short = replace(summary.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
+    (insight,) = (n for n in build_notes(replace(summary, goodput=short)) if n.code == code)
     assert insight.severity == "info"
 
 
 def test_millisecond_wait_is_ignored() -> None:
-    found = training(healthy(), data_wait_share=0.25, step_s=stats(0.004))
-    found = replace(found, ranks=[replace(r, data_wait_s=0.001) for r in found.ranks])
-    assert "waiting_on_data" not in codes(found)
+    summary = training(healthy(), data_wait_share=0.25, step_s=stats(0.004))
+    summary = replace(summary, ranks=[replace(r, data_wait_s=0.001) for r in summary.ranks])
+    assert "waiting_on_data" not in codes(summary)
 
 
 def test_communication_from_traffic() -> None:
-    found = low()
-    found = replace(found, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in found.hosts])
-    (insight,) = (n for n in build_notes(found) if n.code == "communication_bound")
+    summary = low()
+    summary = replace(summary, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in summary.hosts])
+    (insight,) = (n for n in build_notes(summary) if n.code == "communication_bound")
     assert insight.text.endswith("waiting for communication, with InfiniBand at 20.0 GB/s per GPU")
-    assert codes(found) == ["communication_bound"]
+    assert codes(summary) == ["communication_bound"]
 
 
 def test_communication_from_waiting_kernels() -> None:
-    found = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
-    for g in found.gpus:
-        found = in_training(found, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
-    (insight,) = (n for n in build_notes(found) if n.severity != "info")
+    summary = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
+    for g in summary.gpus:
+        summary = in_training(summary, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
+    (insight,) = (n for n in build_notes(summary) if n.severity != "info")
     assert insight.code == "communication_bound"
     assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in insight.text
     single_gpu = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
@@ -146,14 +146,14 @@ def test_single_measured_gpu_is_not_working_alone() -> None:
 
 
 def test_power_is_used_without_gpm() -> None:
-    found = with_gpus(healthy(), sm_activity=None, tensor_activity=None, phases={}, power_w=stats(230.0))
-    assert codes(found) == ["communication_bound"]
-    assert codes(with_gpus(found, power_w=stats(500.0))) == []
-    assert codes(with_gpus(found, power_limit_w=None)) == [], "unknown without the limit"
+    summary = with_gpus(healthy(), sm_activity=None, tensor_activity=None, phases={}, power_w=stats(230.0))
+    assert codes(summary) == ["communication_bound"]
+    assert codes(with_gpus(summary, power_w=stats(500.0))) == []
+    assert codes(with_gpus(summary, power_limit_w=None)) == [], "unknown without the limit"
 
 
 def hung(gpu: GpuSummary) -> GpuSummary:
-    """The GPU spins in a collective from the first step on."""
+    """Return the summary of a GPU that spins in a collective from the first step on."""
     return replace(
         gpu,
         utilization=Stats(0.99, 0.97, 1.0, 1.0, 1.0),
@@ -164,7 +164,7 @@ def hung(gpu: GpuSummary) -> GpuSummary:
     )
 
 
-def nothing_done(summary: Summary) -> Summary:
+def without_steps(summary: Summary) -> Summary:
     assert summary.training is not None
     none: dict[str, None] = dict.fromkeys(
         f for f in TrainingSummary.__struct_fields__ if f not in ("steps", "energy_j")
@@ -173,19 +173,19 @@ def nothing_done(summary: Summary) -> Summary:
 
 
 def test_hung() -> None:
-    found = nothing_done(replace(healthy(), gpus=[hung(g) for g in healthy().gpus]))
-    (insight,) = (n for n in build_notes(found) if n.severity != "info")
+    summary = without_steps(replace(healthy(), gpus=[hung(g) for g in healthy().gpus]))
+    (insight,) = (n for n in build_notes(summary) if n.severity != "info")
     assert (insight.severity, insight.code) == ("critical", "hung")
     assert insight.text == (
         "8 GPUs hung: no step was done, and utilization 100%, tensor cores active 0%, power at 19% of the limit"
     )
-    young = replace(found, gpus=[replace(g, samples=100) for g in found.gpus])
-    assert codes(young) == [], "a compilation looks the same at first"
+    early = replace(summary, gpus=[replace(g, samples=100) for g in summary.gpus])
+    assert codes(early) == [], "a compilation looks the same at first"
 
 
 def test_attempt_ended_by_hang() -> None:
-    found = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
-    assert [(n.severity, n.text) for n in build_notes(found) if n.code == "hung"] == [
+    summary = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
+    assert [(n.severity, n.text) for n in build_notes(summary) if n.code == "hung"] == [
         ("critical", "attempt 2 ended because steps stopped")
     ]
 
@@ -200,12 +200,12 @@ def test_unknown_cause_lists_excluded_ones() -> None:
 
 
 def test_few_low_gpus_are_named() -> None:
-    found = healthy()
-    found = replace(
-        found,
-        gpus=[replace(g, utilization=stats(0.1), phases={}) if g.node == "n1" else g for g in found.gpus],
+    summary = healthy()
+    summary = replace(
+        summary,
+        gpus=[replace(g, utilization=stats(0.1), phases={}) if g.node == "n1" else g for g in summary.gpus],
     )
-    assert [(n.node, n.rank) for n in build_notes(found) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
+    assert [(n.node, n.rank) for n in build_notes(summary) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
 
 
 def test_rules_are_independent() -> None:

@@ -14,9 +14,9 @@ def node(count: int, *, minors: list[int | None] | None = None) -> list[Device]:
 
 
 def allocated_indices(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
-    found = find_allocation(environ, devices).devices
-    assert all(d.reason is None for d in found)
-    return [d.index for d in found]
+    allocation = find_allocation(environ, devices).devices
+    assert all(d.reason is None for d in allocation)
+    return [d.index for d in allocation]
 
 
 def test_cgroup_renumbers_visible_gpus() -> None:
@@ -44,8 +44,8 @@ def test_mig_slices_selected_by_uuid() -> None:
         Device("MIG-1111", index=1, parent="GPU-1aaa-bbb"),
         Device("MIG-2222", index=1, parent="GPU-1aaa-bbb"),
     ]
-    found = find_allocation({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
-    assert [d.uuid for d in found.devices] == ["MIG-2222"]
+    allocation = find_allocation({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
+    assert [d.uuid for d in allocation.devices] == ["MIG-2222"]
     # A GPU in MIG mode cannot be allocated whole: without variables, its slices replace it.
     assert [d.uuid for d in find_allocation({}, devices).devices] == ["GPU-0aaa-bbb", "MIG-1111", "MIG-2222"]
 
@@ -60,9 +60,9 @@ def test_batch_host_numbers_on_constrained_node() -> None:
 
 
 def test_index_used_without_minor_numbers() -> None:
-    found = find_allocation({"SLURM_STEP_GPUS": "1,3"}, node(4, minors=[None] * 4))
-    assert [d.index for d in found.devices] == [1, 3]
-    assert found.source == "SLURM_STEP_GPUS, by index"
+    allocation = find_allocation({"SLURM_STEP_GPUS": "1,3"}, node(4, minors=[None] * 4))
+    assert [d.index for d in allocation.devices] == [1, 3]
+    assert allocation.source == "SLURM_STEP_GPUS, by index"
 
 
 def test_number_ranges() -> None:
@@ -85,17 +85,17 @@ def test_all_gpus_without_variables() -> None:
 
 
 def test_missing_allocated_gpu_is_listed() -> None:
-    found = find_allocation({"SLURM_STEP_GPUS": "0,1,2,3"}, node(3, minors=[0, 1, 3])).devices
-    assert [d.index for d in found] == [0, 1, None, 2]
-    assert found[2].uuid == "missing-minor-2"
-    assert "no device with minor 2" in str(found[2].reason)
-    (gone,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-9999"}, node(2)).devices
-    assert (gone.uuid, gone.reason) == ("GPU-9999", "NOT_FOUND: NVML does not list it")
+    allocation = find_allocation({"SLURM_STEP_GPUS": "0,1,2,3"}, node(3, minors=[0, 1, 3])).devices
+    assert [d.index for d in allocation] == [0, 1, None, 2]
+    assert allocation[2].uuid == "missing-minor-2"
+    assert "no device with minor 2" in str(allocation[2].reason)
+    (missing,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-9999"}, node(2)).devices
+    assert (missing.uuid, missing.reason) == ("GPU-9999", "NOT_FOUND: NVML does not list it")
 
 
 def test_ambiguous_uuid_prefix() -> None:
-    (unclear,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
-    assert "ambiguous prefix of 2 devices" in str(unclear.reason)
+    (device,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
+    assert "ambiguous prefix of 2 devices" in str(device.reason)
 
 
 GIB = 1 << 30

@@ -33,15 +33,15 @@ LOAD = """
 """
 
 
-def moment(t: float) -> str:
+def load_at(t: float) -> str:
     return f"start {time.time() - t}\n{LOAD}"
 
 
 def test_each_gpu_follows_its_load(nvml_stub: Stub) -> None:
-    nvml_stub.drive(moment(0))
-    moments = (0, 30, 100)
-    asked = [step for t in moments for step in (["drive", moment(t)], ["read", "fast"])]
-    start, busy, late = run_steps(nvml_stub.environ(), *asked)[1::2]
+    nvml_stub.drive(load_at(0))
+    times = (0, 30, 100)
+    requests = [step for t in times for step in (["drive", load_at(t)], ["read", "fast"])]
+    start, busy, late = run_steps(nvml_stub.environ(), *requests)[1::2]
     assert all(gpu["utilization"] == 0 for gpu in start.values())
     assert [gpu["utilization"] for gpu in busy.values()] == [0.97, 0, 0.98, 0.99]
     assert [gpu["sm_clock_mhz"] for gpu in busy.values()] == [1980, 345, 1980, 1410]
@@ -70,34 +70,36 @@ def test_counter_continues_after_file_change(nvml_stub: Stub) -> None:
 
 
 def test_gpu_lost_and_recovered(nvml_stub: Stub) -> None:
-    lost = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\nfail 0 * 15 60 90\n"
+    program = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\nfail 0 * 15 60 90\n"
 
     def at(t: float) -> list[str]:
-        return ["drive", f"start {time.time() - t}\n{lost}"]
+        return ["drive", f"start {time.time() - t}\n{program}"]
 
-    nvml_stub.drive(f"start {time.time()}\n{lost}")
+    nvml_stub.drive(f"start {time.time()}\n{program}")
     read = ["read", "fast"]
-    found = run_steps(
+    results = run_steps(
         nvml_stub.environ(), read, at(70), read, ["read", "slow"], ["wait", 6], read, at(100), ["wait", 11], read
     )
-    well, gone, gone_slowly, still, back = found[0], found[2], found[3], found[5], found[8]
-    assert well["GPU-a"]["power_w"] == 70
-    for one in (gone, gone_slowly, still):
-        assert one["GPU-a"] == "lost: GPU_IS_LOST: the GPU has fallen off the bus or cannot be reached"
-        assert not isinstance(one["GPU-b"], str)
-    assert back["GPU-a"]["power_w"] == 70
+    healthy, lost_fast, lost_slow, still_lost, recovered = results[0], results[2], results[3], results[5], results[8]
+    assert healthy["GPU-a"]["power_w"] == 70
+    for reading in (lost_fast, lost_slow, still_lost):
+        assert reading["GPU-a"] == "lost: GPU_IS_LOST: the GPU has fallen off the bus or cannot be reached"
+        assert not isinstance(reading["GPU-b"], str)
+    assert recovered["GPU-a"]["power_w"] == 70
 
 
 def test_activity_is_mean_since_last_reading(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 sm_activity 80\ndevice 0 tensor_activity 40\n")
     read = ["read", "fast"]
-    first, second, soon, left = run_steps(nvml_stub.environ(), read, ["read-until", "sm_activity"], read, ["close"])
+    first, second, soon, live_samples = run_steps(
+        nvml_stub.environ(), read, ["read-until", "sm_activity"], read, ["close"]
+    )
     assert first["GPU-a"]["sm_activity"] == "NO_DATA: a mean needs two samples"
     activity = [second["GPU-a"][name] for name in ("sm_activity", "tensor_activity", "dram_activity")]
     assert activity == pytest.approx([0.8, 0.4, 0.0], abs=0.01)
     # Within 0.1 s the last means are kept: a shorter interval would be wrong (NVIDIA/DCGM#310).
     assert soon["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
-    assert left == 0, "NVML samples were not freed"
+    assert live_samples == 0, "NVML samples were not freed"
 
 
 def test_slice_has_activity_of_its_instance(nvml_stub: Stub) -> None:
@@ -115,28 +117,28 @@ def test_slice_has_activity_of_its_instance(nvml_stub: Stub) -> None:
         device 2 gpu_instance 5
         device 2 gpm 1
     """)
-    found, left = run_steps(nvml_stub.environ(), ["read-until", "sm_activity"], ["close"])
-    assert list(found) == ["MIG-x", "MIG-y"]
-    assert (found["MIG-x"]["utilization"], found["MIG-x"]["sm_activity"]) == pytest.approx((0.75, 0.5), abs=0.01)
-    assert (found["MIG-y"]["utilization"], found["MIG-y"]["sm_activity"]) == (0.0, 0.0)
-    assert left == 0
+    values, live_samples = run_steps(nvml_stub.environ(), ["read-until", "sm_activity"], ["close"])
+    assert list(values) == ["MIG-x", "MIG-y"]
+    assert (values["MIG-x"]["utilization"], values["MIG-x"]["sm_activity"]) == pytest.approx((0.75, 0.5), abs=0.01)
+    assert (values["MIG-y"]["utilization"], values["MIG-y"]["sm_activity"]) == (0.0, 0.0)
+    assert live_samples == 0
 
 
 def test_nvml_is_reopened(nvml_stub: Stub) -> None:
-    well = "device 0 uuid GPU-a\ndevice 0 sm_activity 80\n"
-    nvml_stub.drive(well)
-    found = run_steps(
+    healthy = "device 0 uuid GPU-a\ndevice 0 sm_activity 80\n"
+    nvml_stub.drive(healthy)
+    results = run_steps(
         nvml_stub.environ(),
         ["read-until", "sm_activity"],
-        ["drive", well + "fail 0 * 1\n"],
+        ["drive", healthy + "fail 0 * 1\n"],
         ["read", "fast"],
         ["session"],
-        ["drive", well],
+        ["drive", healthy],
         ["reopen"],
         ["read-until", "sm_activity"],
         ["close"],
     )
-    assert found[2]["GPU-a"]["power_w"].startswith("UNINITIALIZED")
-    assert found[3] == [True]
-    assert found[6]["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
-    assert found[7] == 0
+    assert results[2]["GPU-a"]["power_w"].startswith("UNINITIALIZED")
+    assert results[3] == [True]
+    assert results[6]["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
+    assert results[7] == 0

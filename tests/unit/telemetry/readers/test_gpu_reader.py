@@ -14,27 +14,27 @@ class FakeCalls:
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
-        self.gone = False
-        self.asked: list[str] = []
+        self.lost = False
+        self.fields_read: list[str] = []
         self.unsupported: dict[str, str] = {}
         self.queries = {pace: tuple(self._call(f.name) for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
 
     def _call(self, field: str) -> Query:
-        return Query((field,), lambda handle, wanted: (self._read(field),))
+        return Query((field,), lambda handle, names: (self._read(field),))
 
     def refresh(self) -> None:
-        if self.gone:
+        if self.lost:
             raise NvmlError("NOT_FOUND")
 
     def handle(self) -> str:
         return "handle"
 
     def has_handle(self) -> bool:
-        return not self.gone
+        return not self.lost
 
     def _read(self, field: str) -> float:
-        self.asked.append(field)
-        if self.gone:
+        self.fields_read.append(field)
+        if self.lost:
             raise NvmlError("GPU_IS_LOST")
         if field in self.errors:
             raise NvmlError(self.errors[field])
@@ -50,64 +50,64 @@ class Time:
 
 
 def reader() -> tuple[GpuReader, FakeCalls, Time]:
-    door, time = FakeCalls(), Time()
-    return GpuReader(Nvml(), Device("GPU-a", index=0), time, door), door, time
+    calls, time = FakeCalls(), Time()
+    return GpuReader(Nvml(), Device("GPU-a", index=0), time, calls), calls, time
 
 
 def values(gpu: GpuReader) -> list[float | None]:
-    found = gpu.read()
-    assert found is not None
-    return found
+    row = gpu.read()
+    assert row is not None
+    return row
 
 
 def test_failed_field_is_none_with_reason() -> None:
-    gpu, door, _ = reader()
-    door.errors["power_w"] = "NOT_SUPPORTED"
-    found = values(gpu)
-    assert found[POWER] is None
-    assert found.count(0.5) == len(FIELDS) - 1
+    gpu, calls, _ = reader()
+    calls.errors["power_w"] = "NOT_SUPPORTED"
+    row = values(gpu)
+    assert row[POWER] is None
+    assert row.count(0.5) == len(FIELDS) - 1
     assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not support it"}
 
 
 def test_failed_field_is_retried_with_backoff() -> None:
-    gpu, door, time = reader()
-    door.errors["power_w"] = "TIMEOUT"
-    tries = []
+    gpu, calls, time = reader()
+    calls.errors["power_w"] = "TIMEOUT"
+    attempts = []
     for second in range(100):
         time.now = 1000.0 + second
-        before = door.asked.count("power_w")
+        before = calls.fields_read.count("power_w")
         values(gpu)
-        if door.asked.count("power_w") > before:
-            tries.append(second)
-    assert tries == [0, 2, 6, 14, 30, 62]
-    door.errors.clear()
+        if calls.fields_read.count("power_w") > before:
+            attempts.append(second)
+    assert attempts == [0, 2, 6, 14, 30, 62]
+    calls.errors.clear()
     time.now += 60
     assert values(gpu)[POWER] == 0.5
     assert gpu.reasons == {}
 
 
 def test_unsupported_field_is_retried_once_per_minute() -> None:
-    gpu, door, time = reader()
-    door.errors["power_w"] = "NOT_SUPPORTED"
+    gpu, calls, time = reader()
+    calls.errors["power_w"] = "NOT_SUPPORTED"
     for second in range(59):
         time.now = 1000.0 + second
         values(gpu)
-    assert door.asked.count("power_w") == 1
+    assert calls.fields_read.count("power_w") == 1
 
 
 def test_lost_gpu_recovers() -> None:
-    gpu, door, time = reader()
+    gpu, calls, time = reader()
     values(gpu)
-    door.gone = True
+    calls.lost = True
     assert gpu.read() is None
     assert str(gpu.lost_reason).startswith("GPU_IS_LOST")
     assert set(gpu.reasons) == {f.name for f in fields.GPU}
     assert gpu.read(SLOW) is None
-    calls = len(door.asked)
+    reads_before = len(calls.fields_read)
     time.now += 1
     assert gpu.read() is None
-    assert len(door.asked) == calls, "a lost GPU is not queried at every sample"
-    door.gone = False
+    assert len(calls.fields_read) == reads_before, "a lost GPU is not queried at every sample"
+    calls.lost = False
     time.now += 5
     assert values(gpu) == [0.5] * len(FIELDS)
     assert (gpu.lost_reason, gpu.reasons) == (None, {})
@@ -121,32 +121,32 @@ def test_gpu_missing_at_start_is_lost() -> None:
 
 
 def test_nvml_shutdown_requests_reopen() -> None:
-    gpu, door, _ = reader()
-    door.errors["utilization"] = "UNINITIALIZED"
+    gpu, calls, _ = reader()
+    calls.errors["utilization"] = "UNINITIALIZED"
     values(gpu)
     assert gpu.needs_reopen
-    door.errors.clear()
+    calls.errors.clear()
     gpu.on_reopen()
     assert not gpu.needs_reopen
     assert values(gpu) == [0.5] * len(FIELDS)
 
 
 def test_field_without_data_is_retried_next_tick() -> None:
-    gpu, door, time = reader()
-    door.errors["sm_activity"] = "NO_DATA"
+    gpu, calls, time = reader()
+    calls.errors["sm_activity"] = "NO_DATA"
     values(gpu)
     assert gpu.reasons["sm_activity"].startswith("NO_DATA")
-    door.errors.clear()
+    calls.errors.clear()
     time.now += 1
     values(gpu)
     assert gpu.reasons == {}
 
 
 def test_fast_and_slow_fields_have_separate_paces() -> None:
-    gpu, door, _ = reader()
+    gpu, calls, _ = reader()
     values(gpu)
     slow = {f.name for f in fields.GPU if f.pace == SLOW}
-    assert not slow & set(door.asked)
-    found = gpu.read(SLOW)
-    assert found == [0.5] * len(slow)
-    assert slow <= set(door.asked)
+    assert not slow & set(calls.fields_read)
+    row = gpu.read(SLOW)
+    assert row == [0.5] * len(slow)
+    assert slow <= set(calls.fields_read)

@@ -21,52 +21,52 @@ def short(poll: list[Any]) -> list[tuple[str, str, int | None, int]]:
 def test_every_occurrence_counts(nvml_stub: Stub) -> None:
     """dcgm-exporter#500, #190: a gauge with the last XID hides repetitions."""
     nvml_stub.drive(TWO)
-    happened = TWO + "event 1 0 xid 79\n" + "event 0 0 xid 31\n" * 3 + "event 0 0 sbe\nevent 1 0 dbe\n"
-    listening, quiet, _, found, after, _, again = run_steps(
+    with_events = TWO + "event 1 0 xid 79\n" + "event 0 0 xid 31\n" * 3 + "event 0 0 sbe\nevent 1 0 dbe\n"
+    listening, quiet, _, events, after, _, repeated = run_steps(
         nvml_stub.environ(),
         ["listen"],
         ["poll"],
-        ["drive", happened],
+        ["drive", with_events],
         ["poll"],
         ["poll"],
-        ["drive", happened],
+        ["drive", with_events],
         ["poll"],
     )
     assert listening == {}
     assert quiet == [{}]
-    assert short(found) == [
+    assert short(events) == [
         ("GPU-b", "xid", 79, 1),
         ("GPU-a", "xid", 31, 3),
         ("GPU-a", "ecc_corrected", None, 1),
         ("GPU-b", "ecc_uncorrected", None, 1),
     ]
     assert after == [{}]
-    assert short(again) == short(found)
+    assert short(repeated) == short(events)
 
 
 def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO + "device 0 events 0\nfail 1 nvmlDeviceRegisterEvents 4\n")
-    listening, found = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
+    listening, events = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
     assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver reports no error events")
     assert listening["GPU-b"].startswith("NO_PERMISSION")
-    assert found == [listening]
+    assert events == [listening]
     nvml_stub.drive(TWO + "fail * nvmlEventSetCreate 13\n")
-    listening, found = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
+    listening, events = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
     assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old")
-    assert found == [listening]
+    assert events == [listening]
 
 
 def test_driver_with_only_xids(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 events 8\n")
-    happened = "device 0 uuid GPU-a\ndevice 0 events 8\nevent 0 0 xid 48\nevent 0 0 dbe\n"
-    *_, found = run_steps(nvml_stub.environ(), ["listen"], ["drive", happened], ["poll"])
-    assert short(found) == [("GPU-a", "xid", 48, 1)]
+    with_events = "device 0 uuid GPU-a\ndevice 0 events 8\nevent 0 0 xid 48\nevent 0 0 dbe\n"
+    *_, events = run_steps(nvml_stub.environ(), ["listen"], ["drive", with_events], ["poll"])
+    assert short(events) == [("GPU-a", "xid", 48, 1)]
 
 
 def test_lost_gpu_does_not_silence_others(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO)
     lost = TWO + "fail 0 * 15\n"
-    *_, stumbled, _, found = run_steps(
+    *_, after_loss, _, events = run_steps(
         nvml_stub.environ(),
         ["listen"],
         ["drive", lost],
@@ -74,8 +74,8 @@ def test_lost_gpu_does_not_silence_others(nvml_stub: Stub) -> None:
         ["drive", lost + "event 1 0 xid 63\n"],
         ["poll"],
     )
-    assert stumbled == [{"GPU-a": "GPU_IS_LOST: the GPU has fallen off the bus or cannot be reached"}]
-    assert short(found) == [("GPU-b", "xid", 63, 1)]
+    assert after_loss == [{"GPU-a": "GPU_IS_LOST: the GPU has fallen off the bus or cannot be reached"}]
+    assert short(events) == [("GPU-b", "xid", 63, 1)]
 
 
 def test_mig_events_reach_affected_slices(nvml_stub: Stub) -> None:
@@ -83,17 +83,17 @@ def test_mig_events_reach_affected_slices(nvml_stub: Stub) -> None:
     board += "".join(f"device {i} uuid MIG-{i}\ndevice {i} parent 0\ndevice {i} gpu_instance {i}\n" for i in (1, 2, 3))
     nvml_stub.drive(board)
     env = nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
-    happened = board + "event 2 0 xid 94\nevent 3 0 xid 31\nevent 0 0 xid 79\n"
-    *_, found = run_steps(env, ["listen"], ["drive", happened], ["poll"])
+    with_events = board + "event 2 0 xid 94\nevent 3 0 xid 31\nevent 0 0 xid 79\n"
+    *_, events = run_steps(env, ["listen"], ["drive", with_events], ["poll"])
     # MIG-3 belongs to another job; an event of the board affects all slices.
-    assert short(found) == [("MIG-2", "xid", 94, 1), ("MIG-1", "xid", 79, 1), ("MIG-2", "xid", 79, 1)]
+    assert short(events) == [("MIG-2", "xid", 94, 1), ("MIG-1", "xid", 79, 1), ("MIG-2", "xid", 79, 1)]
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 154])
 def test_xid_meaning(number: int) -> None:
-    known = xids.lookup_xid(number)
-    assert known.number == number
-    assert known.meaning and known.name
+    xid = xids.lookup_xid(number)
+    assert xid.number == number
+    assert xid.meaning and xid.name
     assert "{" not in xids.format_fix(number, "node07")
 
 
@@ -110,15 +110,15 @@ def test_unknown_xid() -> None:
 
 
 def test_event_storm_is_reported_once_per_minute() -> None:
-    def came(t: float, kind: GpuEventType = "xid", count: int = 1) -> GpuError:
+    def error_at(t: float, kind: GpuEventType = "xid", count: int = 1) -> GpuError:
         return GpuError(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
 
-    storm = EventRateLimiter()
-    assert storm.take_due([came(0.0)], 0.0) == [came(0.0)]
-    assert [storm.take_due([came(float(s))], float(s)) for s in range(1, 60)] == [[]] * 59
-    assert storm.take_due([], 60.0) == [came(59.0, count=59)]
-    assert storm.take_due([came(61.0, "ecc_corrected")], 61.0) == []
-    assert storm.take_due([came(61.0, "ecc_uncorrected")], 61.0) == [came(61.0, "ecc_uncorrected")]
-    assert storm.take_due([came(62.0)], 62.0) == []
-    assert storm.drain() == [came(62.0)]
-    assert storm.drain() == []
+    limiter = EventRateLimiter()
+    assert limiter.take_due([error_at(0.0)], 0.0) == [error_at(0.0)]
+    assert [limiter.take_due([error_at(float(s))], float(s)) for s in range(1, 60)] == [[]] * 59
+    assert limiter.take_due([], 60.0) == [error_at(59.0, count=59)]
+    assert limiter.take_due([error_at(61.0, "ecc_corrected")], 61.0) == []
+    assert limiter.take_due([error_at(61.0, "ecc_uncorrected")], 61.0) == [error_at(61.0, "ecc_uncorrected")]
+    assert limiter.take_due([error_at(62.0)], 62.0) == []
+    assert limiter.drain() == [error_at(62.0)]
+    assert limiter.drain() == []

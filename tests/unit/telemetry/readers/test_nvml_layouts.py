@@ -26,5 +26,5 @@ def test_structure_layout(structure: Any, size: int, offsets: dict[str, int]) ->
 
 
 def test_two_samples_are_adjacent() -> None:
-    question = pynvml.c_nvmlGpmMetricsGet_t
-    assert question.sample2.offset == question.sample1.offset + ctypes.sizeof(ctypes.c_void_p)
+    request = pynvml.c_nvmlGpmMetricsGet_t
+    assert request.sample2.offset == request.sample1.offset + ctypes.sizeof(ctypes.c_void_p)

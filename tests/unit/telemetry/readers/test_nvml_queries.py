@@ -27,12 +27,12 @@ CODES = {
 
 def read_all(env: dict[str, str]) -> dict[str, Any]:
     """Return the devices and one reading of all their fields."""
-    found = run_steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
-    if isinstance(found, dict):
-        return found
-    about, fast, slow = found
-    about["values"] = {u: v if isinstance(v, str) else {**v, **slow[u]} for u, v in fast.items()}
-    return {"error": None, **about}
+    reading = run_steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
+    if isinstance(reading, dict):
+        return reading
+    info, fast, slow = reading
+    info["values"] = {u: v if isinstance(v, str) else {**v, **slow[u]} for u, v in fast.items()}
+    return {"error": None, **info}
 
 
 def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
@@ -67,14 +67,14 @@ def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
         device 0 pcie_replays 9
         device 0 gpm 1
     """)
-    found = read_all(nvml_stub.environ())
-    assert found["driver"] == "575.57.08"
-    (device,) = found["devices"]
+    reading = read_all(nvml_stub.environ())
+    assert reading["driver"] == "575.57.08"
+    (device,) = reading["devices"]
     assert device["uuid"] == "GPU-a"
     assert (device["index"], device["minor"], device["name"]) == (0, 4, "NVIDIA H100 80GB HBM3")
     assert device["memory_total_bytes"] == 85899345920
-    values = found["values"]["GPU-a"]
-    known = {
+    values = reading["values"]["GPU-a"]
+    expected = {
         "utilization": 0.57,
         "memory_used_bytes": 42949672960,  # NVML's second version excludes the driver's reserve of 500 MB
         "power_w": 412.345,
@@ -101,9 +101,9 @@ def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
         "nvlink_errors": 6,
         "pcie_replays": 9,
     }
-    assert {name: values[name] for name in known} == known
+    assert {name: values[name] for name in expected} == expected
     # A mean needs two samples.
-    assert set(values) - set(known) == {"sm_activity", "tensor_activity", "dram_activity"}
+    assert set(values) - set(expected) == {"sm_activity", "tensor_activity", "dram_activity"}
     assert values["sm_activity"].startswith("NO_DATA")
 
 
@@ -123,10 +123,10 @@ def test_old_driver_without_newer_calls(nvml_stub: Stub) -> None:
         device 0 energy 5000
         device 0 processes 2
     """)
-    found = read_all(nvml_stub.environ())
-    assert found["devices"][0]["memory_includes_reserved"] is True
-    assert found["values"]["GPU-a"]["memory_used_bytes"] == 1024
-    values = found["values"]["GPU-a"]
+    reading = read_all(nvml_stub.environ())
+    assert reading["devices"][0]["memory_includes_reserved"] is True
+    assert reading["values"]["GPU-a"]["memory_used_bytes"] == 1024
+    values = reading["values"]["GPU-a"]
     assert (values["temperature_c"], values["throttle_thermal"], values["energy_j"]) == (44, 1, 5)
     assert values["processes"] == 2
     assert values["pcie_tx_bytes"].startswith("FUNCTION_NOT_FOUND")
@@ -146,19 +146,19 @@ def test_failure_gives_reason_not_zero(nvml_stub: Stub) -> None:
         fail 1 * 15
         device 2 uuid GPU-c
     """)
-    found = read_all(nvml_stub.environ())
-    values = found["values"]["GPU-a"]
+    reading = read_all(nvml_stub.environ())
+    values = reading["values"]["GPU-a"]
     assert values["utilization"].startswith("IMPLAUSIBLE")
     assert values["power_w"].startswith("NOT_SUPPORTED")
     assert values["energy_j"].startswith("NO_PERMISSION")
     assert values["sm_clock_mhz"].startswith("UNKNOWN")
     assert values["temperature_c"] == 30
-    assert found["devices"][0]["minor"] is None
+    assert reading["devices"][0]["minor"] is None
     # A GPU off the bus stays listed, and so do the GPUs after it.
-    assert [d["uuid"] for d in found["devices"]] == ["GPU-a", "unreadable-1", "GPU-c"]
-    assert found["devices"][1]["reason"].startswith("GPU_IS_LOST")
-    assert found["values"]["GPU-c"]["power_w"] == 70
-    assert found["values"]["unreadable-1"].startswith("lost: GPU_IS_LOST")
+    assert [d["uuid"] for d in reading["devices"]] == ["GPU-a", "unreadable-1", "GPU-c"]
+    assert reading["devices"][1]["reason"].startswith("GPU_IS_LOST")
+    assert reading["values"]["GPU-c"]["power_w"] == 70
+    assert reading["values"]["unreadable-1"].startswith("lost: GPU_IS_LOST")
 
 
 def test_error_code_affects_only_its_field(nvml_stub: Stub) -> None:
@@ -168,10 +168,10 @@ def test_error_code_affects_only_its_field(nvml_stub: Stub) -> None:
             for c in CODES
         )
     )
-    found = read_all(nvml_stub.environ())["values"]
-    assert len(found) == len(CODES)
+    reading = read_all(nvml_stub.environ())["values"]
+    assert len(reading) == len(CODES)
     for code, name in CODES.items():
-        values = found[f"GPU-{code}"]
+        values = reading[f"GPU-{code}"]
         assert values["power_w"].startswith(f"{name}: ")
         assert values["pcie_tx_bytes"].startswith(f"{name}: ")
         assert values["pcie_rx_bytes"] == 0
@@ -191,7 +191,7 @@ def test_driver_without_support_gives_only_reasons(nvml_stub: Stub, code: int) -
 
 
 def test_blank_values_are_rejected(nvml_stub: Stub) -> None:
-    """slurm-job-exporter#53: 1.4e16 per cent."""
+    """slurm-job-exporter#53: 1.4e16 percent."""
     keys = ("utilization", "memory_busy", "memory_used", "power", "energy", "temperature", "sm_clock", "processes")
     drive = "".join(f"device 0 {key} 1.4e16\n" for key in keys if key != "processes")
     nvml_stub.drive(drive + "device 0 pcie_tx 9223372036854775792\ndevice 0 reasons 0\n")
@@ -246,7 +246,7 @@ def test_gpu_without_nvlink_and_gpm(nvml_stub: Stub) -> None:
         (0x1, 0, 0, 0),  # idle
         (0x4, 1, 0, 0),
         (0x20, 0, 1, 0),
-        (0x48, 0, 1, 0),  # hardware slowdown for heat is heat
+        (0x48, 0, 1, 0),  # a hardware slowdown due to heat counts as thermal
         (0x88, 0, 0, 1),
         (0x8, 0, 0, 1),
         (0xC8, 0, 1, 1),
@@ -264,10 +264,10 @@ def test_mig_slices(nvml_stub: Stub) -> None:
         device 1 memory_used 2048
         device 1 processes 1
     """)
-    found = read_all(nvml_stub.environ())
-    assert [(d["uuid"], d["parent"]) for d in found["devices"]] == [("GPU-a", None), ("MIG-x", "GPU-a")]
-    assert found["values"]["MIG-x"]["memory_used_bytes"] == 2048
-    values = found["values"]["MIG-x"]
+    reading = read_all(nvml_stub.environ())
+    assert [(d["uuid"], d["parent"]) for d in reading["devices"]] == [("GPU-a", None), ("MIG-x", "GPU-a")]
+    assert reading["values"]["MIG-x"]["memory_used_bytes"] == 2048
+    values = reading["values"]["MIG-x"]
     assert values["processes"] == 1
     assert values["utilization"].startswith("NOT_SUPPORTED")
     assert values["power_w"] == "NOT_SUPPORTED: NVML reports it only for whole GPUs, and this is a MIG slice"
@@ -275,8 +275,8 @@ def test_mig_slices(nvml_stub: Stub) -> None:
 
 def test_slices_named_by_uuid_are_read(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 1 uuid MIG-x\ndevice 1 parent 0\ndevice 2 uuid GPU-b\n")
-    found = read_all(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,MIG-x"))
-    assert list(found["values"]) == ["GPU-b", "MIG-x"]
+    reading = read_all(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,MIG-x"))
+    assert list(reading["values"]) == ["GPU-b", "MIG-x"]
 
 
 def test_no_library(nvml_stub: Stub) -> None:
@@ -293,9 +293,9 @@ def test_no_driver(nvml_stub: Stub) -> None:
 
 def test_stub_creates_devices_of_its_host(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(NVML_STUB_FILE=str(nvml_stub.folder / "gpus-of-%h.txt"), NVML_STUB_DEVICES="8")
-    found = read_all(env)
-    assert len({d["uuid"] for d in found["devices"]}) == 8
-    assert found["devices"] == read_all(env)["devices"]
-    assert all(0 < v["utilization"] <= 1 for v in found["values"].values())
-    for values in found["values"].values():
-        assert {name for name, v in values.items() if isinstance(v, str)} == set(METRICS)  # which need two samples
+    reading = read_all(env)
+    assert len({d["uuid"] for d in reading["devices"]}) == 8
+    assert reading["devices"] == read_all(env)["devices"]
+    assert all(0 < v["utilization"] <= 1 for v in reading["values"].values())
+    for values in reading["values"].values():
+        assert {name for name, v in values.items() if isinstance(v, str)} == set(METRICS)  # they need two samples

@@ -46,10 +46,10 @@ def job(tmp_path: Path) -> Proc:
 
 
 def test_usage_of_agent_and_ranks(tmp_path: Path) -> None:
-    found = job(tmp_path).reader.read({0: RANK0, 5: RANK1})
-    assert found is not None
-    assert (found.job.processes, found.job.memory_bytes, found.job.cpu_s) == (4, 3310 << 20, 58)
-    assert {rank: (f.processes, f.memory_bytes >> 20, f.cpu_s) for rank, f in found.ranks.items()} == {
+    usage = job(tmp_path).reader.read({0: RANK0, 5: RANK1})
+    assert usage is not None
+    assert (usage.job.processes, usage.job.memory_bytes, usage.job.cpu_s) == (4, 3310 << 20, 58)
+    assert {rank: (f.processes, f.memory_bytes >> 20, f.cpu_s) for rank, f in usage.ranks.items()} == {
         0: (1, 1000, 20),
         5: (2, 2300, 37),
     }
@@ -59,10 +59,10 @@ def test_cpu_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
     proc = job(tmp_path)
     ranks = {1: RANK1}
     first = proc.reader.read(ranks)
-    proc.end(WORKER)  # its parent waited for it
+    proc.end(WORKER)  # reaped by its parent
     proc.put(RANK1, TORCHRUN, 31, waited_s=8, mib=2000)
     second = proc.reader.read(ranks)
-    proc.end(RANK0)  # its time is lost
+    proc.end(RANK0)  # its CPU time is lost
     third, fourth = proc.reader.read(ranks), proc.reader.read(ranks)
     proc.put(RANK1, TORCHRUN, 41, waited_s=8, mib=2000)
     last = proc.reader.read(ranks)
@@ -74,9 +74,9 @@ def test_cpu_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
 def test_missing_or_foreign_rank_has_no_usage(tmp_path: Path) -> None:
     proc = job(tmp_path)
     proc.end(RANK0)
-    found = proc.reader.read({0: RANK0, 1: STRANGER, 2: 0})
-    assert found is not None
-    assert found.ranks == {}
+    usage = proc.reader.read({0: RANK0, 1: STRANGER, 2: 0})
+    assert usage is not None
+    assert usage.ranks == {}
 
 
 def test_unrelated_processes_are_read_once_per_minute(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def test_unrelated_processes_are_read_once_per_minute(tmp_path: Path) -> None:
 def test_zombie_is_not_counted(tmp_path: Path) -> None:
     proc = job(tmp_path)
     proc.put(40, RANK0, 3, mib=0, state="Z")
-    found = proc.reader.read()
-    assert found is not None
-    assert (found.job.processes, found.job.cpu_s) == (4, 61)
+    usage = proc.reader.read()
+    assert usage is not None
+    assert (usage.job.processes, usage.job.cpu_s) == (4, 61)
 
 
 def test_missing_agent(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_usage_on_this_machine() -> None:
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found = reader.read({3: child.pid})
+        usage = reader.read({3: child.pid})
         child.kill()
-    assert found is not None
-    assert found.ranks[3].processes == 1
-    assert found.ranks[3].memory_bytes > 1 << 20
-    assert found.job.memory_bytes >= found.ranks[3].memory_bytes
+    assert usage is not None
+    assert usage.ranks[3].processes == 1
+    assert usage.ranks[3].memory_bytes > 1 << 20
+    assert usage.job.memory_bytes >= usage.ranks[3].memory_bytes

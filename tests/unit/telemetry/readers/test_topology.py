@@ -23,8 +23,8 @@ except NvmlError as e:
 
 def read_topology(env: dict[str, str]) -> Any:
     argv = [sys.executable, "-W", "error", "-c", PROGRAM]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
-    return json.loads(done.stdout)
+    result = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(result.stdout)
 
 
 def test_links_and_addresses_in_rank_order(nvml_stub: Stub) -> None:
@@ -38,9 +38,9 @@ def test_links_and_addresses_in_rank_order(nvml_stub: Stub) -> None:
         device 1 nvlinks 18
         device 1 nvlinks_active 16
     """)
-    found = read_topology(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,GPU-a"))
+    gpus = read_topology(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,GPU-a"))
     name = "NVIDIA H100 80GB HBM3 (stub)"
-    assert found == [
+    assert gpus == [
         {"index": 1, "name": name, "pci_address": "0000:c3:00.0", "nvlinks_active": 16, "nvlinks_total": 18}
         | {"nvswitch": False},
         {"index": 0, "name": name, "pci_address": "0000:1b:00.0", "nvlinks_active": 18, "nvlinks_total": 18}
@@ -67,9 +67,9 @@ def test_gpu_without_nvlink_or_driver_support(nvml_stub: Stub) -> None:
         fail 1 nvmlDeviceGetNvLinkState 4
         fail 1 nvmlDeviceGetPciInfo_v3 999
     """)
-    plain, mute = read_topology(nvml_stub.environ())
+    plain, unsupported = read_topology(nvml_stub.environ())
     assert (plain["nvlinks_active"], plain["nvlinks_total"], "nvswitch" in plain) == (0, 0, False)
-    assert set(mute) == {"index", "name"}
+    assert set(unsupported) == {"index", "name"}
 
 
 def test_slice_has_address_of_its_gpu(nvml_stub: Stub) -> None:

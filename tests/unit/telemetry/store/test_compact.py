@@ -22,20 +22,20 @@ def open_single_segment(node: Path) -> RecordedSegment:
     return segment
 
 
-def read_everything(node: Path) -> list[object]:
-    """Return everything that a reader can get from a segment, NaN as None."""
+def read_all(node: Path) -> list[object]:
+    """Return everything that a reader can get from a segment, with NaN as -1."""
     segment = open_single_segment(node)
-    found: list[object] = [segment.sample_count, segment.end, segment.failure, segment.reasons(), segment.read_error]
+    parts: list[object] = [segment.sample_count, segment.end, segment.failure, segment.reasons(), segment.read_error]
     for frame in (segment.samples(FAST), segment.samples(SLOW, since=T0 + 100, until=T0 + 555)):
-        found.append((frame.t.tolist(), {c: to_plain(v) for c, v in frame.values.items()}))
+        parts.append((frame.t.tolist(), {c: to_plain(v) for c, v in frame.values.items()}))
     for step_s in (*rollup.LEVELS, 120):
         buckets = segment.rollup(step_s)
         tables = (buckets.count, buckets.mean / 1e3, buckets.low, buckets.high)
-        found.append([buckets.t.tolist(), *(to_plain(np.round(v, 2)) for v in tables)])
+        parts.append([buckets.t.tolist(), *(to_plain(np.round(v, 2)) for v in tables)])
     for column, total in segment.totals().items():
-        found.append((column, total.count, round(total.sum, 3), total.increase, total.by_phase, total.quantile(0.5)))
-    found.append(to_plain(np.array(list(segment.newest().values()))))
-    return [str(part) for part in found]
+        parts.append((column, total.count, round(total.sum, 3), total.increase, total.by_phase, total.quantile(0.5)))
+    parts.append(to_plain(np.array(list(segment.newest().values()))))
+    return [str(part) for part in parts]
 
 
 def to_plain(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> object:
@@ -46,7 +46,14 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-DONE = {"header.json", "totals.json.gz", "fast.parquet", "slow.parquet", "rollup-60.packed", "rollup-900.bin"}
+COMPACTED_FILES = {
+    "header.json",
+    "totals.json.gz",
+    "fast.parquet",
+    "slow.parquet",
+    "rollup-60.packed",
+    "rollup-900.bin",
+}
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750])
@@ -71,12 +78,12 @@ def test_compaction_loses_nothing(tmp_path: Path, end: bool) -> None:
         return {} if 300 <= s < 400 else working(s)
 
     folder = record(tmp_path, 1000, values=values, end=end)
-    before = read_everything(tmp_path)
+    before = read_all(tmp_path)
     assert compact.compact(folder, ended=True) == "compacted"
-    assert read_everything(tmp_path) == before
-    assert names(folder) == DONE
+    assert read_all(tmp_path) == before
+    assert names(folder) == COMPACTED_FILES
     assert compact.compact(folder) == "nothing to do"
-    assert read_everything(tmp_path) == before
+    assert read_all(tmp_path) == before
 
 
 def test_parquet_is_readable_by_other_tools(tmp_path: Path) -> None:
@@ -107,25 +114,25 @@ def test_killed_compaction_is_readable_and_completed(
 ) -> None:
     """Compaction is killed before each change of the folder, in turn."""
     folder = record(tmp_path / "n1", 700, end=end, flush=70)
-    before = read_everything(tmp_path / "n1")
+    before = read_all(tmp_path / "n1")
     original = {p: p.read_bytes() for p in folder.iterdir()}
-    for survived in range(100):
+    for changes in range(100):
         for path in folder.iterdir():
             path.unlink()
         for path, data in original.items():
             path.write_bytes(data)
         with monkeypatch.context() as patch:
-            _kill_after(patch, survived)
+            _kill_after(patch, changes)
             try:
                 compact.compact(folder, ended=True)
                 break
             except _Killed:
                 pass
-        assert read_everything(tmp_path / "n1") == before, survived
+        assert read_all(tmp_path / "n1") == before, changes
         compact.compact(folder, ended=True)
-        assert read_everything(tmp_path / "n1") == before, survived
-        assert names(folder) == DONE, survived
-    assert survived > 8
+        assert read_all(tmp_path / "n1") == before, changes
+        assert names(folder) == COMPACTED_FILES, changes
+    assert changes > 8
 
 
 class _Killed(BaseException):
@@ -133,14 +140,14 @@ class _Killed(BaseException):
 
 
 def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
-    left = [changes]
+    remaining = [changes]
 
     def limited(real: object) -> object:
-        def call(*given: object, **named: object) -> object:
-            if not left[0]:
+        def call(*args: object, **kwargs: object) -> object:
+            if not remaining[0]:
                 raise _Killed
-            left[0] -= 1
-            return real(*given, **named)  # type: ignore[operator]
+            remaining[0] -= 1
+            return real(*args, **kwargs)  # type: ignore[operator]
 
         return call
 
@@ -154,7 +161,7 @@ def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
 
 def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = record(tmp_path, 100)
-    before = read_everything(tmp_path)
+    before = read_all(tmp_path)
     real = parquet._group
 
     def flipped(file: object, i: int, columns: list[str]) -> tuple[object, object]:
@@ -166,7 +173,7 @@ def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(parquet, "_group", flipped)
         with pytest.raises(ValueError, match="verification failed"):
             compact.compact(folder)
-    assert read_everything(tmp_path) == before
+    assert read_all(tmp_path) == before
     assert (folder / jsonl_blocks.NAME).exists()
     assert compact.compact(folder) == "compacted"
 
@@ -182,13 +189,13 @@ def test_open_segment_is_skipped(tmp_path: Path) -> None:
 
 def test_existing_reader_continues(tmp_path: Path) -> None:
     folder = record(tmp_path, 700, end=False)
-    before = read_everything(tmp_path)
-    (early,) = open_node(tmp_path)
-    assert early.sample_count == 700
+    before = read_all(tmp_path)
+    (segment,) = open_node(tmp_path)
+    assert segment.sample_count == 700
     compact.compact(folder, ended=True)
-    assert (len(early.samples(FAST)), len(early.rollup(60)), early.read_error) == (700, 12, None)
-    assert early.totals()["gpu0.power_w"].count == 700
-    assert read_everything(tmp_path) == before
+    assert (len(segment.samples(FAST)), len(segment.rollup(60)), segment.read_error) == (700, 12, None)
+    assert segment.totals()["gpu0.power_w"].count == 700
+    assert read_all(tmp_path) == before
 
 
 def test_only_row_groups_in_window_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +216,9 @@ def test_damage_after_compaction_is_local(tmp_path: Path, name: str) -> None:
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: len(data) // 2])
     segment = open_single_segment(tmp_path)
-    got = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
-    right = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
-    assert got == right[name]
+    counts = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
+    expected = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
+    assert counts == expected[name]
     assert (segment.read_error is None) == (name == totals.NAME)  # totals are rebuilt from the samples
 
 
@@ -221,9 +228,9 @@ def test_command_line(tmp_path: Path) -> None:
     bad = record(tmp_path / "n3", 20)
     (bad / "header.json").write_text("{")
     argv = [sys.executable, "-m", "clustertrain.telemetry.store.compact", "--ended", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stdout.count(": compacted") == 2
-    assert str(bad) in done.stderr
-    assert "Traceback" not in done.stderr
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert result.stdout.count(": compacted") == 2
+    assert str(bad) in result.stderr
+    assert "Traceback" not in result.stderr
     assert [open_single_segment(tmp_path / n).sample_count for n in ("n1", "n2")] == [20, 20]

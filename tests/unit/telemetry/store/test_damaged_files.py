@@ -21,8 +21,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def find_note(summary: Summary, code: str) -> Insight:
-    (found,) = (n for n in summary.insights if n.code == code)
-    return found
+    (insight,) = (n for n in summary.insights if n.code == code)
+    return insight
 
 
 def warning_codes(summary: Summary) -> list[str]:
@@ -41,13 +41,13 @@ def two_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> 
 
 def test_missing_agent_lowers_coverage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     two_nodes(run, monkeypatch, killed=True)
-    found = summarize(run)
-    assert [(g.node, g.samples, g.samples_expected) for g in found.gpus] == [("n1", 100, 101), ("n2", 20, 101)]
-    assert found.coverage == pytest.approx(0.594, abs=0.001)
-    gone = find_note(found, "agent_gone")
-    assert (gone.severity, gone.node) == ("critical", "n2")
-    assert "was silent for the last 81 s" in gone.text
-    assert warning_codes(found) == ["agent_gone"]
+    summary = summarize(run)
+    assert [(g.node, g.samples, g.samples_expected) for g in summary.gpus] == [("n1", 100, 101), ("n2", 20, 101)]
+    assert summary.coverage == pytest.approx(0.594, abs=0.001)
+    insight = find_note(summary, "agent_gone")
+    assert (insight.severity, insight.node) == ("critical", "n2")
+    assert "was silent for the last 81 s" in insight.text
+    assert warning_codes(summary) == ["agent_gone"]
 
 
 def test_ended_node_is_not_silent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,52 +61,52 @@ def test_disabled_telemetry_gives_no_warning(run: RunDir) -> None:
     attempt = new_attempt(run)
     event(attempt, "agent_started", "n1", T0, gpus=[])
     event(attempt, "ranks_ended", "n1", T0 + 60, ending="completed", exit_code=0)
-    found = summarize(run)
-    assert (found.enabled, found.coverage) == (False, None)
-    assert "the recipe disables telemetry" in find_note(found, "no_telemetry").text
-    assert warning_codes(found) == []
+    summary = summarize(run)
+    assert (summary.enabled, summary.coverage) == (False, None)
+    assert "the recipe disables telemetry" in find_note(summary, "no_telemetry").text
+    assert warning_codes(summary) == []
 
 
-def recorded(run: RunDir) -> Path:
+def record_segment(run: RunDir) -> Path:
     record(new_attempt(run), [(gpu(0), busy())], ended=99.0)
     return run.attempt(1).telemetry / "n1" / "0"
 
 
 def test_truncated_samples_are_reported(run: RunDir) -> None:
-    samples = recorded(run) / jsonl_blocks.NAME
+    samples = record_segment(run) / jsonl_blocks.NAME
     samples.write_bytes(samples.read_bytes()[:-200])
-    found = summarize(run)
-    assert found.gpus[0].utilization is not None
-    assert "truncated or damaged, only 0 of 100 readable" in find_note(found, "unreadable").text
+    summary = summarize(run)
+    assert summary.gpus[0].utilization is not None
+    assert "truncated or damaged, only 0 of 100 readable" in find_note(summary, "unreadable").text
 
 
 def test_damaged_totals_are_rebuilt(run: RunDir) -> None:
-    (recorded(run) / totals.NAME).write_bytes(b"garbage")
-    found = summarize(run)
-    assert found.gpus[0].samples == 100
-    assert found.read_errors == []
+    (record_segment(run) / totals.NAME).write_bytes(b"garbage")
+    summary = summarize(run)
+    assert summary.gpus[0].samples == 100
+    assert summary.read_errors == []
 
 
 def test_garbage_segment_is_reported(run: RunDir) -> None:
-    folder = recorded(run)
+    folder = record_segment(run)
     for name in (totals.NAME, jsonl_blocks.NAME):
         (folder / name).write_bytes(b"garbage" * 100)
-    found = summarize(run)
-    assert found.gpus[0].samples == 0
-    unreadable_note = find_note(found, "unreadable")
-    assert "samples: damaged" in unreadable_note.text
-    assert "share" not in (unreadable_note.fix or "")
+    summary = summarize(run)
+    assert summary.gpus[0].samples == 0
+    insight = find_note(summary, "unreadable")
+    assert "samples: damaged" in insight.text
+    assert "share" not in (insight.fix or "")
 
 
 def test_unreadable_node_is_not_called_empty(run: RunDir) -> None:
-    folder = recorded(run)
+    folder = record_segment(run)
     event(run.attempt(1), "agent_started", "n1", T0, gpus=[])
     (folder / "header.json").write_text("{")
     assert warning_codes(summarize(run)) == ["unreadable"]
 
 
 def test_zero_errors_are_not_missing(run: RunDir) -> None:
-    record(new_attempt(run), [(gpu(0), busy())], seconds=5, more={"gpu0.ecc_corrected": 0.0})
+    record(new_attempt(run), [(gpu(0), busy())], seconds=5, constants={"gpu0.ecc_corrected": 0.0})
     (entry,) = summarize(run).gpus
     assert entry.errors.ecc_corrected == 0
     assert "ecc_corrected" not in entry.missing
@@ -119,5 +119,5 @@ def test_limited_complete_record_has_full_coverage(run: RunDir, since_s: float) 
 
 
 def test_single_member_file_is_standard_gzip(run: RunDir) -> None:
-    samples = recorded(run) / jsonl_blocks.NAME
+    samples = record_segment(run) / jsonl_blocks.NAME
     assert b'"samples"' in gzip.decompress(samples.read_bytes())

@@ -10,18 +10,18 @@ from clustertrain.telemetry.store.totals import Total
 
 
 def build_histogram(values: list[float]) -> Histogram:
-    found = Histogram()
-    found.add(np.array(values))
-    return found
+    histogram = Histogram()
+    histogram.add(np.array(values))
+    return histogram
 
 
 @pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 0.95, 1.0])
 def test_quantile_is_within_one_percent(q: float) -> None:
     values = np.random.default_rng(3).lognormal(5, 2, 10_000)
-    found = Histogram()
-    found.add(values)
-    right = float(np.quantile(values, q, method="inverted_cdf"))
-    assert found.quantile(q, values.min(), values.max()) == pytest.approx(right, rel=0.0101)
+    histogram = Histogram()
+    histogram.add(values)
+    expected = float(np.quantile(values, q, method="inverted_cdf"))
+    assert histogram.quantile(q, values.min(), values.max()) == pytest.approx(expected, rel=0.0101)
 
 
 def test_merge_equals_single_histogram() -> None:

@@ -94,8 +94,8 @@ def test_totals_of_killed_segment_match_ended_one(tmp_path: Path, seconds: int) 
 
 def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
     record(tmp_path, 600)
-    found = open_single_segment(tmp_path).totals()
-    power, energy, step = (found[c] for c in ("gpu0.power_w", "gpu0.energy_j", "rank0.step"))
+    segment_totals = open_single_segment(tmp_path).totals()
+    power, energy, step = (segment_totals[c] for c in ("gpu0.power_w", "gpu0.energy_j", "rank0.step"))
     values = [working(s)["gpu0.power_w"] for s in range(600)]
     assert (power.count, power.low, power.high) == (600, 130.5, 406.0)
     assert power.mean == pytest.approx(np.mean(values))
@@ -105,7 +105,7 @@ def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
     assert (energy.count, energy.increase, energy.first) == (599, 400.0 * 599, 1e6)
     assert energy.mean == pytest.approx(400.0)
     assert (step.last, step.increase) == (299, 299)
-    assert (found["gpu0.temperature_c"].count, found["gpu0.temperature_c"].mean) == (
+    assert (segment_totals["gpu0.temperature_c"].count, segment_totals["gpu0.temperature_c"].mean) == (
         0,
         pytest.approx(np.nan, nan_ok=True),
     )
@@ -114,26 +114,26 @@ def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
 def test_rollups_match_samples(tmp_path: Path) -> None:
     record(tmp_path, 200)
     segment = open_single_segment(tmp_path)
-    found = segment.rollup(60, ["gpu0.utilization", "host.network_rx_bytes", "gpu0.energy_j"])
-    assert found.columns == ["gpu0.utilization", "gpu0.energy_j", "host.network_rx_bytes"]
-    assert found.count.tolist() == [[60, 59, 5], [60, 60, 6], [60, 60, 6], [20, 20, 2]]
-    np.testing.assert_allclose(found.mean[:, 1:], [[400, 1000]] * 4, rtol=1e-4)
+    buckets = segment.rollup(60, ["gpu0.utilization", "host.network_rx_bytes", "gpu0.energy_j"])
+    assert buckets.columns == ["gpu0.utilization", "gpu0.energy_j", "host.network_rx_bytes"]
+    assert buckets.count.tolist() == [[60, 59, 5], [60, 60, 6], [60, 60, 6], [20, 20, 2]]
+    np.testing.assert_allclose(buckets.mean[:, 1:], [[400, 1000]] * 4, rtol=1e-4)
     utilization = [working(s)["gpu0.utilization"] for s in range(60)]
-    assert found.mean[0, 0] == pytest.approx(np.mean(utilization), rel=1e-4)
-    assert (found.low[0, 0], found.high[0, 0]) == (0.0, pytest.approx(0.97, rel=1e-4))
+    assert buckets.mean[0, 0] == pytest.approx(np.mean(utilization), rel=1e-4)
+    assert (buckets.low[0, 0], buckets.high[0, 0]) == (0.0, pytest.approx(0.97, rel=1e-4))
     assert segment.rollup(120).count[:, 0].tolist() == [120, 80]
     assert segment.rollup(25).count[:, 0].tolist() == [25] * 8
 
 
 def test_counter_reset_and_gap(tmp_path: Path) -> None:
     def values(s: int) -> dict[str, float]:
-        away = {} if 70 <= s < 80 else {"gpu0.energy_j": 100.0 * s}
-        return away | {"rank0.step": float(s if s < 90 else s - 90)}
+        energy = {} if 70 <= s < 80 else {"gpu0.energy_j": 100.0 * s}
+        return energy | {"rank0.step": float(s if s < 90 else s - 90)}
 
     record(tmp_path, 120, values=values)
-    found = open_single_segment(tmp_path).totals()
-    assert (found["gpu0.energy_j"].increase, found["gpu0.energy_j"].count) == (11_900, 109)
-    assert (found["rank0.step"].increase, found["rank0.step"].count) == (89 + 29, 118)
+    segment_totals = open_single_segment(tmp_path).totals()
+    assert (segment_totals["gpu0.energy_j"].increase, segment_totals["gpu0.energy_j"].count) == (11_900, 109)
+    assert (segment_totals["rank0.step"].increase, segment_totals["rank0.step"].count) == (89 + 29, 118)
     assert open_single_segment(tmp_path).rollup(60).mean[1, header().fast.index("gpu0.energy_j")] == pytest.approx(100)
 
 
@@ -170,13 +170,13 @@ def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest
     segment_header, writer = header(), Writer(tmp_path)
     writer.begin(segment_header)
     fill(writer, segment_header, 0, 100)
-    real, room = os.pwrite, [100]
+    real, free_bytes = os.pwrite, [100]
 
     def short_of_space(fd: int, data: bytes, at: int) -> int:
-        if not room[0]:
+        if not free_bytes[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        written = real(fd, data[: room[0]], at)
-        room[0] -= written
+        written = real(fd, data[: free_bytes[0]], at)
+        free_bytes[0] -= written
         return written
 
     monkeypatch.setattr(os, "pwrite", short_of_space)
@@ -267,14 +267,14 @@ def test_truncated_segment_is_read_to_last_flush(tmp_path: Path) -> None:
         assert (segment.sample_count, segment.read_error) == (whole, None), size
     for size in starts:
         (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
-        assert open_single_segment(tmp_path / "n1").sample_count == 30  # damage in between affects nothing else
+        assert open_single_segment(tmp_path / "n1").sample_count == 30  # damage between blocks affects nothing else
 
 
 @pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
 def test_damaged_totals_are_rebuilt_from_samples(tmp_path: Path, name: str) -> None:
     folder = record(tmp_path, 1000, end=False)
-    right = open_single_segment(tmp_path)
-    power, minutes, quarters = right.totals()["gpu0.power_w"], right.rollup(60), right.rollup(900)
+    undamaged = open_single_segment(tmp_path)
+    power, minutes, quarters = undamaged.totals()["gpu0.power_w"], undamaged.rollup(60), undamaged.rollup(900)
     data = (folder / name).read_bytes()
     for damage in (b"", data[: len(data) // 2], data[:-1], bytes(100), None):
         if damage is None:
@@ -293,7 +293,7 @@ def test_bad_segment_does_not_hide_others(tmp_path: Path) -> None:
     (tmp_path / "0" / store.HEADER).write_bytes(b'{"node": "n1", "t"')
     (tmp_path / "1" / store.HEADER).unlink()
     (tmp_path / "2" / jsonl_blocks.NAME).write_bytes(b"")
-    (tmp_path / "stray").write_text("of somebody else")
+    (tmp_path / "stray").write_text("of another program")
     damaged, headless, empty, good = open_node(tmp_path)
     assert "damaged" in (damaged.read_error or "")
     assert "no header" in (headless.read_error or "")
@@ -305,8 +305,8 @@ def test_bad_segment_does_not_hide_others(tmp_path: Path) -> None:
 
 def test_newer_format_is_rejected(tmp_path: Path) -> None:
     folder = record(tmp_path, 5)
-    found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
-    (folder / store.HEADER).write_text(json.dumps(found))
+    header_json = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
+    (folder / store.HEADER).write_text(json.dumps(header_json))
     assert "newer version" in (open_single_segment(tmp_path).read_error or "")
 
 
