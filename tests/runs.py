@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,8 +22,8 @@ POLL_S = 0.4
 # A shell has its background jobs ignore SIGINT, and a test run may be one of them.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 CLI = [sys.executable, "-m", "clustertrain"]
-# Small, so that starting torch is most of the time; no checkpoint of its own accord before the last step, so that a
-# resume is from the one that the stop made.
+# Small, so that importing torch is most of the work. Without a periodic checkpoint before the last step, a run resumes
+# from the checkpoint of its stop.
 RECIPE = """
 [model]
 dim = 32
@@ -30,19 +31,31 @@ layers = 2
 heads = 2
 kv_heads = 1
 [data]
+{data}
 seq_len = 64
-max_bytes = 262144
 [train]
 steps = {steps}
 global_batch = 16
 [checkpoint]
 every = {every}
 """
+PACED_DATA = """kind = "custom"
+entry = "paced_text:PacedText"
+args = { size = 4096, seq_len = 64 }"""
+BUILT_IN_DATA = "max_bytes = 262144"
 
 
-def write_recipe(folder: Path, *, steps: int = 120, every: int = 100_000, more: str = "") -> Path:
-    path = folder / "recipe.toml"
-    path.write_text(RECIPE.format(steps=steps, every=every) + more)
+def write_recipe(folder: Path, *, steps: int = 60, every: int = 100_000, more: str = "", paced: bool = True) -> Path:
+    """Write a recipe into a folder of its own in ``folder``.
+
+    Args:
+        paced: use the data of ``paced_text.py``, with which a step takes at least its PACE_S.
+    """
+    snapshot = folder / "recipe"  # submit copies the folder of the data's entry
+    snapshot.mkdir()
+    shutil.copy(Path(__file__).with_name("paced_text.py"), snapshot)
+    path = snapshot / "recipe.toml"
+    path.write_text(RECIPE.format(data=PACED_DATA if paced else BUILT_IN_DATA, steps=steps, every=every) + more)
     return path
 
 

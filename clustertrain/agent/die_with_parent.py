@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import runpy
 import sys
@@ -17,7 +19,16 @@ def main() -> None:
     proc.set_parent_death_signal(int(parent))
     os.environ[settings.LAUNCHER_PID] = str(os.getpid())
     sys.argv = [module, *args]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    # Garbage collections during the import of torch and at exit take 40% of torchrun's CPU time and free nothing. The
+    # exit may be part of the grace time.
+    gc.disable()
+    importlib.import_module(module.rpartition(".")[0] or module)
+    gc.freeze()
+    gc.enable()
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        gc.freeze()
 
 
 if __name__ == "__main__":

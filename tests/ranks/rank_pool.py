@@ -223,6 +223,11 @@ def digest(run: RunDir, step: int | None = None) -> str:
     return inspect.digest(inspect.find_checkpoint(run.checkpoints, step))
 
 
+def _import_from(folder: str) -> None:
+    """Setup: search ``folder`` first for modules."""
+    sys.path.insert(0, folder)
+
+
 _digests: dict[str, str] = {}
 
 
@@ -247,7 +252,7 @@ def undisturbed(submitted: Path, folder: Path) -> str:
             shutil.copy(file, run.path)
         if source.code.exists():
             shutil.copytree(source.code, run.code)
-        Ranks(run, plan["world_size"]).expect(0)
+        Ranks(run, plan["world_size"], setup=_import_from, args=(str(run.code),)).expect(0)
         _digests[key] = digest(run)
     return _digests[key]
 

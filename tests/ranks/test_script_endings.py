@@ -73,13 +73,13 @@ def test_script_that_saves_on_warning_and_exits_0_is_continued(submitted: Callab
 
 
 LEAVES_EARLY = """
-import clustertrain as ct, os
+import clustertrain as ct, os, time
 
 with ct.session() as s:
     for step in s.steps(total=4, state={"done": 0}, checkpoint_every=1):
         if step == 2 and os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
             while not s.stop_requested:
-                pass
+                time.sleep(0.01)
             END
 """
 
@@ -136,6 +136,7 @@ def test_killed_torchrun_is_named_as_cause(submitted: Callable[..., Run]) -> Non
 
 REDUCES = """
 import os
+import time
 import torch
 import torch.distributed as dist
 import clustertrain as ct
@@ -143,6 +144,7 @@ import clustertrain as ct
 with ct.session() as s:
     for step in s.steps(total=10**9 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" else 2):
         dist.all_reduce(torch.zeros(1))
+        time.sleep(0.02)
 """
 
 # Rank 0 waits for rank 1 before they are connected, so that no broken connection reports the end of rank 1.

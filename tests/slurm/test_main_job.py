@@ -13,17 +13,16 @@ import pytest
 
 from clustertrain.run.run_dir import RunDir
 from tests import runs
-from tests.paths import ROOT
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-EXAMPLE = ROOT / "examples" / "train_script.py"
 # For tests that do not depend on the number of ranks: each rank takes seconds to import torch on two cores.
 TWO_NODES = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
+ONE_NODE = ("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1")
 
 
-@pytest.mark.parametrize(("layout", "nodes", "gpus", "times"), [("ddp", 4, 1, 2), ("fsdp", 2, 2, 1)])
+@pytest.mark.parametrize(("layout", "nodes", "gpus", "times"), [("ddp", 4, 1, 1), ("fsdp", 2, 1, 2)])
 def test_preempted_run_resumes_bit_exactly(
     cluster: Any,
     submit_run: Callable[..., Run],
@@ -37,7 +36,7 @@ def test_preempted_run_resumes_bit_exactly(
 ) -> None:
     run = submit_run("--nodes", str(nodes), "--gpus", str(gpus), "--layout", layout, str(recipe))
     for attempt in range(1, times + 1):
-        run.wait_for_step(15 * attempt, attempt)
+        run.wait_for_step(10 * attempt, attempt)
         preempt(run)
     status = run.complete()
     assert run.endings() == ["preempted"] * times + ["completed"]
@@ -47,20 +46,51 @@ def test_preempted_run_resumes_bit_exactly(
     _assert_every_gpu_is_recorded(run, nodes, gpus, times + 1)
 
 
-def test_secret_of_shared_run_is_in_no_readable_file(submit_run: Callable[..., Run], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"import os\nprint('a secret of', len(os.environ['SECRET']))\n{EXAMPLE.read_text()}")
-    script_args = ("--steps", "1500", "--checkpoint-every", "100000")
-    run = submit_run("--share", "--env", "SECRET=s3cret-canary", *TWO_NODES, str(script), *script_args)
-    run.wait_for_step(10)
-    run.call("requeue", run.id)
-    run.complete()
-    assert run.endings() == ["preempted", "completed"]
+# Its argument is the number of steps.
+_SCRIPT_WITH_SECRET = """
+import os
+import sys
+import time
+import torch
+import clustertrain as ct
+
+print("a secret of", len(os.environ["SECRET"]))
+with ct.session() as session:
+    model = session.parallelize(torch.nn.Linear(8, 8))
+    for step in session.steps(total=int(sys.argv[1]), state={"model": model}, checkpoint_every=100_000):
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def requeued(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A completed, shared run with a secret, requeued by hand after its script was edited."""
+    script = tmp_path_factory.mktemp("requeued") / "train.py"
+    script.write_text(_SCRIPT_WITH_SECRET)
+    run = runs.submit(env, "--share", "--env", "SECRET=s3cret-canary", *TWO_NODES, str(script), "60")
+    try:
+        run.wait_for_step(5)
+        script.write_text("raise SystemExit('edited after it was submitted')")
+        run.call("requeue", run.id)
+        run.complete()
+        yield run
+    finally:
+        run.call("cancel", run.id, check=False)
+
+
+def test_secret_of_shared_run_is_in_no_readable_file(requeued: Run) -> None:
     for attempt in (1, 2):
-        assert "a secret of 13" in RunDir(run.path).attempt(attempt).rank_log(1).read_text()
-    for path in run.path.rglob("*"):
+        assert "a secret of 13" in RunDir(requeued.path).attempt(attempt).rank_log(1).read_text()
+    for path in requeued.path.rglob("*"):
         if path.is_file() and path.stat().st_mode & 0o077:
             assert b"s3cret-canary" not in path.read_bytes(), path
+
+
+def test_manual_requeue_keeps_submit_options(requeued: Run) -> None:
+    status = requeued.status()
+    assert requeued.endings() == ["preempted", "completed"]
+    assert runs.resumed_where_they_stopped(status)
+    assert (status["step"], status["total_steps"]) == (60, 60)
 
 
 def _assert_accounting_agrees(cluster: Any, run: Run, times: int) -> None:
@@ -116,7 +146,8 @@ def paced(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.mark.usefixtures("paced")  # its minute starts here, so its own test need not wait for it
 def test_cancelled_run_stays_cancelled(cluster: Any, submit_run: Callable[..., Run], recipe: Path) -> None:
-    cancelled, scancelled = (submit_run(*TWO_NODES, "--layout", "fsdp", str(recipe)) for _ in range(2))
+    cancelled = submit_run(*TWO_NODES, "--layout", "fsdp", str(recipe))
+    scancelled = submit_run(*ONE_NODE, str(recipe))
     actions = {
         cancelled: lambda run: run.call("cancel", run.id),
         scancelled: lambda run: cluster.run("scancel", run.job_id),
@@ -155,18 +186,16 @@ def _processes(run: Run, verb: str) -> list[psutil.Process]:
 def test_signal_to_one_process_stops_all_ranks_at_same_step(
     submit_run: Callable[..., Run], recipe: Path, tmp_path: Path
 ) -> None:
-    to_agent, to_batch = (submit_run(*TWO_NODES, "--layout", "fsdp", str(recipe)) for _ in range(2))
-    actions = {
-        to_agent: lambda run: _processes(run, "agent")[-1].send_signal(signal.SIGTERM),
-        to_batch: lambda run: _processes(run, "batch")[-1].send_signal(signal.SIGUSR1),
-    }
-    runs.at_step(10, actions)
-    for run in actions:
-        status = run.complete()
-        # The sender and the reason are unknown, so no cause is invented.
-        assert run.endings() == ["signal", "completed"]
-        assert runs.resumed_where_they_stopped(status)
-        assert run.digest() == undisturbed(run.path, tmp_path / "alone")
+    run = submit_run(*TWO_NODES, "--layout", "fsdp", str(recipe))
+    run.wait_for_step(10)
+    _processes(run, "agent")[-1].send_signal(signal.SIGTERM)
+    run.wait_for_step(20, attempt=2)
+    _processes(run, "batch")[-1].send_signal(signal.SIGUSR1)
+    status = run.complete()
+    # The sender and the reason are unknown, so no cause is invented.
+    assert run.endings() == ["signal", "signal", "completed"]
+    assert runs.resumed_where_they_stopped(status)
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
 def test_run_survives_time_limit_bit_exactly(paced: Run, tmp_path: Path) -> None:
@@ -178,7 +207,7 @@ def test_run_survives_time_limit_bit_exactly(paced: Run, tmp_path: Path) -> None
 
 def test_lost_node_does_not_lose_run(cluster: Any, submit_run: Callable[..., Run], tmp_path: Path) -> None:
     # With periodic checkpoints, because a lost node gives no warning. Exclusive, so that each run loses its own node.
-    recipe = str(runs.write_recipe(tmp_path, steps=240, every=10))
+    recipe = str(runs.write_recipe(tmp_path, steps=120, every=10))
     killed, disconnected = (
         submit_run(*TWO_NODES, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2)
     )
@@ -211,19 +240,6 @@ def test_user_error_ends_run_at_once(submit_run: Callable[..., Run], tmp_path: P
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["user_error"])
     assert "no such thing" in status["attempts"][0]["reason"]
-
-
-def test_manual_requeue_keeps_submit_options(submit_run: Callable[..., Run], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(EXAMPLE.read_text())
-    run = submit_run(*TWO_NODES, str(script), "--steps", "1500", "--checkpoint-every", "100000")
-    run.wait_for_step(10)
-    script.write_text("raise SystemExit('edited after it was submitted')")
-    run.call("requeue", run.id)
-    status = run.complete()
-    assert run.endings() == ["preempted", "completed"]
-    assert runs.resumed_where_they_stopped(status)
-    assert (status["step"], status["total_steps"]) == (1500, 1500)
 
 
 def test_pending_run_reports_reason_and_can_be_cancelled(

@@ -27,6 +27,7 @@ if not saved.exists():
 
 SCRIPT_ALL_REDUCES = """
 import os
+import time
 import torch
 import torch.distributed as dist
 import clustertrain as ct
@@ -34,6 +35,7 @@ import clustertrain as ct
 with ct.session() as s:
     for step in s.steps(total=10**9 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" else 2):
         dist.all_reduce(torch.zeros(1))
+        time.sleep(0.02)
 """
 
 # Rank 0 waits for rank 1 before they are connected, so no broken connection shows that rank 1 is gone.

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slurm
 def test_one_of_two_concurrent_requeues_continues_run(
     cluster: Any, submit_run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    recipe = runs.write_recipe(tmp_path, steps=120, every=20)
+    recipe = runs.write_recipe(tmp_path, steps=80, every=10)
     run = submit_run("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", str(recipe))
-    run.wait_for_step(30)
+    run.wait_for_step(15)
     # Kill the batch process and the agent: an agent that outlives its batch process requeues the job.
     cluster.run("scancel", "--signal=KILL", "--full", run.job_id)
     run.wait_until_final()
