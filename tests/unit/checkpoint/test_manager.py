@@ -30,18 +30,18 @@ class Net(nn.Module):
         super().__init__()
         self.a = nn.Linear(4, 3)
         self.norm = nn.BatchNorm1d(3)
-        self.seen = 0
+        self.samples_seen = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += len(x)
+        self.samples_seen += len(x)
         out: torch.Tensor = self.norm(self.a(x))
         return out
 
     def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
+        return {"samples_seen": self.samples_seen}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
+        self.samples_seen = state["samples_seen"]
 
 
 def make_state(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def flip(path: Path, at: int = 10) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_save_and_restore_round_trip(manager: CheckpointManager, dtype: torch.dtype) -> None:
     old = make_state(1, dtype)
     train(old)
@@ -96,7 +96,7 @@ def test_save_and_restore_round_trip(manager: CheckpointManager, dtype: torch.dt
     assert restored is not None
     assert (restored.step, restored.skipped, saved.bytes > 0) == (3, [], True)
     assert all(torch.equal(a, b) for a, b in zip(tensors(old), tensors(new), strict=True))
-    assert new["model"].seen == old["model"].seen == 24
+    assert new["model"].samples_seen == old["model"].samples_seen == 24
     assert new["note"] == {"epoch": 1}
     assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
     assert torch.equal(restored.rank_state["random"], torch.get_rng_state()) is False
@@ -121,6 +121,15 @@ def test_nothing_to_restore(manager: CheckpointManager) -> None:
         lambda f: flip(f / "manifest.json", 100),
         lambda f: (f / "manifest.json").unlink(),
         lambda f: (f / "COMMITTED").write_bytes(b""),
+    ],
+    ids=[
+        "flipped byte",
+        "flipped last byte",
+        "truncated",
+        "missing data",
+        "flipped manifest",
+        "missing manifest",
+        "empty marker",
     ],
 )
 def test_damaged_checkpoint_falls_back_to_previous(manager: CheckpointManager, root: Path, damage: Any) -> None:
@@ -176,9 +185,9 @@ def test_changed_model_is_an_error_not_damage(manager: CheckpointManager) -> Non
     other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
     with pytest.raises(CheckpointError, match=r"model/a\.weight has shape \(3, 4\), but \(3, 5\) in this run"):
         manager.restore(other)
-    more = {**make_state(), "ema": torch.zeros(1)}
+    with_ema = {**make_state(), "ema": torch.zeros(1)}
     with pytest.raises(CheckpointError, match="contains no state ema"):
-        manager.restore(more)
+        manager.restore(with_ema)
     fewer = make_state()
     fewer["model"].norm = nn.Identity()
     fewer["optimizer"] = torch.optim.AdamW(fewer["model"].parameters())

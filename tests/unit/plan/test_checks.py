@@ -180,6 +180,20 @@ def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
         ({"tp": 16}, {"script": True}),
         ({"pp": 16}, {"script": True}),
     ],
+    ids=[
+        "pp",
+        "interleaved",
+        "zbv with full checkpointing",
+        "schedule without pipeline",
+        "split",
+        "tp without sequence parallel",
+        "gpipe with one micro-batch",
+        "fp8",
+        "options of other layouts",
+        "async tp without tp",
+        "script with tp",
+        "script with pp",
+    ],
 )
 def test_possible_layout_is_accepted(job: dict[str, Any], rest: dict[str, Any]) -> None:
     make_plan(job, **rest)

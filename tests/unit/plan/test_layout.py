@@ -38,6 +38,7 @@ def degrees(strategy: Strategy, world: int, gpus: int = 8, **requested: int) -> 
         ("hybrid-shard", 1, {"gpus": 1}, (1, 1)),
         ("hybrid-shard", 8, {"tp": 8}, (1, 1)),
     ],
+    ids=str,
 )
 def test_unset_degrees_are_inferred(
     strategy: Strategy, world: int, requested: dict[str, int], expected: tuple[int, int]
@@ -94,6 +95,7 @@ def test_innermost_dimension_is_tp() -> None:
         ({"tp": 2, "pp": 2, "schedule": "zbv"}, "tp 2, pp 2 (zbv)", "4 ranks = pp 2 x tp 2"),
         ({"strategy": "fsdp", "dp_shard": 2, "cp": 4}, "fsdp 2, cp 4", "8 ranks = dp_shard 2 x cp 4"),
     ],
+    ids=["single", "ddp", "hybrid-shard with tp", "pipeline with tp", "fsdp with cp"],
 )
 def test_describe(fields: dict[str, Any], description: str, product: str) -> None:
     assert (Layout(**fields).describe(), Layout(**fields).format_degrees()) == (description, product)

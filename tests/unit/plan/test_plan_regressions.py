@@ -56,7 +56,9 @@ def test_search_never_splits_fp8_layers() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
-@pytest.mark.parametrize("option", [{"activation_checkpointing": "selective"}, {"compile": True}])
+@pytest.mark.parametrize(
+    "option", [{"activation_checkpointing": "selective"}, {"compile": True}], ids=["selective", "compile"]
+)
 def test_schedule_conflict_excludes_pipelines(schedule: str, option: Any) -> None:
     result = make_plan("llama3.1-8b", "h100", parallel={"schedule": schedule, **option})
     assert result.layout.pp == 1 and result.memory.fits is True

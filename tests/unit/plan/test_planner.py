@@ -214,6 +214,7 @@ def test_plan_has_whole_layout() -> None:
         ("hybrid-shard", {"dp_shard": 4}, {"dp_replicate": 4, "dp_shard": 4}),
         ("ddp", {"tp": 2}, {"dp_replicate": 8, "tp": 2, "schedule": None, "virtual_stages": 1}),
     ],
+    ids=["zero1", "fsdp-grad-op", "hybrid-shard", "hybrid-shard with dp_shard", "ddp with tp"],
 )
 def test_requested_strategy(layout: str, degrees: dict[str, int], expected: dict[str, Any]) -> None:
     result = make_plan(spec(layout=layout, gpu_type="h100", **degrees)).layout
@@ -232,6 +233,7 @@ def test_requested_strategy(layout: str, degrees: dict[str, int], expected: dict
         ({"dp_shard": 1}, "ddp"),
         ({"dp_shard": 8, "tp": 2}, "fsdp"),
     ],
+    ids=str,
 )
 def test_strategy_follows_from_degrees(degrees: dict[str, int], strategy: str) -> None:
     result = make_plan(spec(gpu_type="h100", **degrees))

@@ -73,7 +73,7 @@ def record(
     skip: Callable[[int], bool] = lambda s: False,
     ended: float | None = None,
     ranks: Mapping[int, Callable[[int], list[float]]] | None = None,
-    more: Mapping[str, float] | None = None,
+    constants: Mapping[str, float] | None = None,
 ) -> None:
     """Write a segment of one node.
 
@@ -81,9 +81,9 @@ def record(
         mono: the node's monotonic clock at ``start``; by default consistent with :func:`event`.
         ended: seconds after the start at which an event reports the end of its ranks.
         ranks: by global rank, its values at a second: step, phase, tokens, data_wait_s, forward_s.
-        more: constant values by column, such as ``gpu0.throttle_thermal``.
+        constants: constant values by column, such as ``gpu0.throttle_thermal``.
     """
-    rank_values, fixed = ranks or {}, more or {}
+    rank_values, fixed = ranks or {}, constants or {}
     fast, slow = (
         [c for c in fields.column_names(len(gpus), list(rank_values), pace) if c in fixed or _is_reported(c)]
         for pace in (fields.FAST, fields.SLOW)

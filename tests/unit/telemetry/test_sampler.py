@@ -59,8 +59,8 @@ class Child:
 
 
 @contextmanager
-def sampling(folder: Path, env: dict[str, str], *more: Path) -> Iterator[Child]:
-    argv = [sys.executable, "-W", "error", str(CHILD), str(folder), *map(str, more)]
+def sampling(folder: Path, env: dict[str, str], *arguments: Path) -> Iterator[Child]:
+    argv = [sys.executable, "-W", "error", str(CHILD), str(folder), *map(str, arguments)]
     with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Child(process, folder)

@@ -38,7 +38,9 @@ def without_direct_io(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("at", [0, 512, 1])
 @pytest.mark.parametrize(
-    "pieces", [[SIZE], [direct_io.ALIGN, SIZE - direct_io.ALIGN], [2 * direct_io.ALIGN, direct_io.ALIGN, 123], [0]]
+    "pieces",
+    [[SIZE], [direct_io.ALIGN, SIZE - direct_io.ALIGN], [2 * direct_io.ALIGN, direct_io.ALIGN, 123], [0]],
+    ids=["one write", "aligned and rest", "aligned pieces", "empty"],
 )
 def test_write_from_any_memory_offset(tmp_path: Path, at: int, pieces: list[int]) -> None:
     data, written = memory(at), 0

@@ -16,7 +16,7 @@ def raw(tensor: torch.Tensor) -> Any:
     return tensor.view(torch.uint8).numpy().reshape(-1, tensor.element_size())
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16], ids=str)
 def test_every_bit_pattern_decodes_as_in_torch(dtype: torch.dtype) -> None:
     codes = torch.arange(2 ** (8 * dtype.itemsize)).to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
     tensor = codes.view(dtype)
@@ -26,8 +26,8 @@ def test_every_bit_pattern_decodes_as_in_torch(dtype: torch.dtype) -> None:
         np.testing.assert_array_equal(decoded.astype(np.float64), tensor.double().numpy())
 
 
-@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_rounding_matches_torch(source: torch.dtype, target: torch.dtype) -> None:
     bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     # Ties, the largest values, and values that round to them.

@@ -151,7 +151,7 @@ def test_segments_are_at_their_reported_locations(engine: Engine, tmp_path: Path
     assert read_segments(tmp_path, staging, locations) == staging.expected()
 
 
-@pytest.mark.parametrize("parts", [[], [0, 0]])
+@pytest.mark.parametrize("parts", [[], [0, 0]], ids=["no segment", "empty segments"])
 def test_rank_without_data_can_write(engine: Engine, parts: list[int], tmp_path: Path) -> None:
     staging = Staging()
     for n, part in enumerate(parts):
@@ -244,7 +244,11 @@ def full_disk(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 # Python 3.13 and later report that DCP's stream cannot flush again when it is deleted.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("sizes", [[40 << 20], [4096] * 800, [100, 0, 3 << 20, 200, 20 << 20, 20 << 20]])
+@pytest.mark.parametrize(
+    "sizes",
+    [[40 << 20], [4096] * 800, [100, 0, 3 << 20, 200, 20 << 20, 20 << 20]],
+    ids=["one large", "many small", "mixed"],
+)
 def test_full_disk_raises_os_error_and_ends_all_writes(
     engine: Engine, sizes: list[int], full_disk: tuple[Path, int], caplog: pytest.LogCaptureFixture
 ) -> None:

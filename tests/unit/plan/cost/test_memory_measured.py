@@ -108,7 +108,7 @@ def measure_loss_peak(dtype: torch.dtype) -> int:
     return int(measured["Total"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_label_smoothing_needs_whole_logits(dtype: torch.dtype) -> None:
     model, split = msgspec.structs.replace(MODEL, vocab_size=VOCABULARY), Layout(tp=2)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if dtype == torch.float32 else "bf16")

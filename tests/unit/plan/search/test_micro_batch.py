@@ -78,6 +78,7 @@ def test_fewer_replicas_represent_all() -> None:
         (Layout(strategy="zero1", dp_replicate=16, zero1=True), "the optimizer state"),
         (Layout(strategy="ddp", dp_replicate=2, pp=8, schedule="1f1b"), "what 8 ranks share"),
     ],
+    ids=["fsdp", "zero1", "pipeline"],
 )
 def test_fewer_shards_are_refused(layout: Layout, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as e:

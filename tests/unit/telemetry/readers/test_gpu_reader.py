@@ -20,7 +20,7 @@ class FakeCalls:
         self.queries = {pace: tuple(self._call(f.name) for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
 
     def _call(self, field: str) -> Query:
-        return Query((field,), lambda handle, wanted: (self._read(field),))
+        return Query((field,), lambda handle, names: (self._read(field),))
 
     def refresh(self) -> None:
         if self.lost:

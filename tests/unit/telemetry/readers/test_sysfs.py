@@ -23,10 +23,10 @@ def sums(kind: sysfs.DeviceClass, root: Path) -> tuple[float, float]:
     return sysfs.DeviceCounters(kind, root).read()
 
 
-def interface(name: str, received: int, sent: int, **more: object) -> dict[str, object]:
+def interface(name: str, received: int, sent: int, **extra: object) -> dict[str, object]:
     """Return the files of an interface; a keyword ``a__b`` is the file ``a/b``."""
     base = {"statistics/rx_bytes": received, "statistics/tx_bytes": sent}
-    return {f"class/net/{name}/{file.replace('__', '/')}": value for file, value in {**base, **more}.items()}
+    return {f"class/net/{name}/{file.replace('__', '/')}": value for file, value in {**base, **extra}.items()}
 
 
 PORT = {"device__vendor": "0x15b3"}
@@ -74,8 +74,12 @@ def test_only_loopback(tmp_path: Path) -> None:
 def rdma(device: str, port: int, received: object, sent: object, folder: str = "counters") -> dict[str, object]:
     names = {"counters": ("port_rcv_data", "port_xmit_data"), "hw_counters": ("rx_bytes", "tx_bytes")}
     rx, tx = names.get(folder, ("port_rcv_data_64", "port_xmit_data_64"))
-    here = f"class/infiniband/{device}/ports/{port}"
-    return {f"{here}/{folder}/{rx}": received, f"{here}/{folder}/{tx}": sent, f"{here}/state": "4: ACTIVE"}
+    port_folder = f"class/infiniband/{device}/ports/{port}"
+    return {
+        f"{port_folder}/{folder}/{rx}": received,
+        f"{port_folder}/{folder}/{tx}": sent,
+        f"{port_folder}/state": "4: ACTIVE",
+    }
 
 
 def test_infiniband_counts_4_byte_words(tmp_path: Path) -> None:
@@ -101,9 +105,9 @@ def test_efa_counts_bytes(tmp_path: Path) -> None:
     assert sums(sysfs.INFINIBAND, tmp_path) == (1000, 500)
 
 
-def disk(name: str, read: int, written: int, **more: object) -> dict[str, object]:
+def disk(name: str, read: int, written: int, **extra: object) -> dict[str, object]:
     stat = f"5 0 {read} 1 7 0 {written} 2 0 3 4"
-    return {f"block/{name}/{file.replace('__', '/')}": value for file, value in {"stat": stat, **more}.items()}
+    return {f"block/{name}/{file.replace('__', '/')}": value for file, value in {"stat": stat, **extra}.items()}
 
 
 def test_only_whole_disks_count(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_unreadable_node_is_not_called_empty(run: RunDir) -> None:
 
 
 def test_zero_errors_are_not_missing(run: RunDir) -> None:
-    record(new_attempt(run), [(gpu(0), busy())], seconds=5, more={"gpu0.ecc_corrected": 0.0})
+    record(new_attempt(run), [(gpu(0), busy())], seconds=5, constants={"gpu0.ecc_corrected": 0.0})
     (entry,) = summarize(run).gpus
     assert entry.errors.ecc_corrected == 0
     assert "ecc_corrected" not in entry.missing
