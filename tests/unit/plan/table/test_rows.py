@@ -104,8 +104,8 @@ def test_gating_follows_from_parameters() -> None:
         ({"n_gpus": "64", "dp": "64", "tp": "8", "fsdp_or_zero": "fsdp_full"},
          Layout(strategy="fsdp", dp_shard=8, tp=8, sequence_parallel=True)),
     ],
-    ids=["zero3", "hsdp", "fsdp-replicated", "grad-op", "zero1", "zero2", "ddp", "default", "tp-pp", "interleaved", "one-gpu",
-         "cp", "gpus-decide"],
+    ids=["zero3", "hsdp", "fsdp-replicated", "grad-op", "zero1", "zero2", "ddp", "default", "tp-pp", "interleaved",
+         "one-gpu", "cp", "gpus-decide"],
 )  # fmt: skip
 def test_row_layout(cells: dict[str, str], expected: Layout) -> None:
     assert layout(**cells) == expected
