@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def env(site: Path) -> dict[str, str]:
-    return {**cases.surroundings(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
+    return {**cases.submission_environment(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def test_grid_rows_cover_all_pairs(sizes: Sequence[int]) -> None:
 def test_shellcheck_and_bash_accept_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     # Far from copies of each other: no two of the cases ask for the same, and no two give the same scripts.
     assert len({scripts.case.words for scripts in grid}) == len(grid) >= 200
-    assert len({scripts.handed_over.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
-    beside = cases.render(cases.texts_only(len(grid)), site, env)
+    assert len({scripts.submitted.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
+    beside = cases.render(cases.make_text_cases(len(grid)), site, env)
     # Most runs of a sweep differ in their spec.toml alone.
     different = {path.read_text(): path for scripts in (*grid, *beside) for path in scripts.all}
     assert cases.shellcheck(list(different.values())) == ""
