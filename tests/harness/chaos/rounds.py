@@ -105,7 +105,7 @@ class _Round:
     def __init__(self, plan: Plan, reference: Reference, folder: Path, story: list[str]) -> None:
         self.plan, self.reference, self.story = plan, reference, story
         self.rng = random.Random(f"damage/{plan.name}")
-        self.local_disk = folder / "near"
+        self.local_disk = folder / "local"
         self.run = make_run(folder / "run", plan.strategy, RANKS, steps=STEPS, every=plan.every, keep=plan.keep)
         if plan.local:
             self.run.spec.write_text(f"{self.run.spec.read_text()}local = {json.dumps(str(self.local_disk))}\n")

@@ -1,5 +1,5 @@
-"""A script that trains one model per optimizer up to step ``TOTAL``, with checkpoints in ``FOLDER``, and writes the loss
-and gradient norm of each step to ``OUT``. Arguments: FOLDER, TOTAL, OUT, then the optimizers' names."""
+"""A script that trains one model per optimizer up to step ``TOTAL``, with checkpoints in ``FOLDER``, and writes the
+loss and gradient norm of each step to ``OUT``. Arguments: FOLDER, TOTAL, OUT, then the optimizers' names."""
 
 from __future__ import annotations
 
