@@ -1,4 +1,4 @@
-"""How pytest-xdist deals out the tests, and what keeps them from wasting the cores."""
+"""Distribution of the tests over pytest-xdist's workers, and economical use of the cores."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# For torch here and in all processes that tests start, before any of them imports it. The matrices are too small to
-# share, and several workers on few cores have more threads than those: a thread that waits for another one spins.
+# For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
+# small to share, and with more threads than cores, waiting threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Files whose tests share a fixture that takes long: one worker runs the whole file.
-WHOLE = frozenset(
+# Files whose tests share an expensive fixture: one worker runs the whole file.
+WHOLE_FILES = frozenset(
     {
         "test_chaos.py",
         "test_html_in_chromium.py",
@@ -32,7 +32,7 @@ WHOLE = frozenset(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """A million objects of torch and of the tests stay until the end: the collector need not look at them again."""
+    """Freeze the objects of torch and the tests, a million, so that the garbage collector ignores them."""
     gc.disable()
     try:
         return (yield)
@@ -41,21 +41,21 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-class OneByOne(LoadScopeScheduling):
-    """Whole files begin, since they have the most tests; every other test is a unit of its own."""
+class SingleTestScheduling(LoadScopeScheduling):
+    """Scheduler that starts with whole files, which have the most tests; every other test is a separate unit."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if PurePath(file).name in WHOLE else nodeid
+        return file if PurePath(file).name in WHOLE_FILES else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneByOne | None:
-    # Not by xdist_group: pytest-xdist 3.8 adds the group to Node._nodeid, which pytest 9.2 no longer reads.
-    return OneByOne(config, log) if config.getoption("dist") == "loadgroup" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SingleTestScheduling | None:
+    # xdist_group does not work: pytest-xdist 3.8 adds the group to Node._nodeid, which pytest 9.2 no longer reads.
+    return SingleTestScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: a third of a worker's time is waiting for processes."""
+    """Return one more than the cores: workers wait for processes in a third of their time."""
     return (os.cpu_count() or 1) + 1

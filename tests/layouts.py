@@ -1,4 +1,4 @@
-"""Layouts of two and four ranks that more than one table has."""
+"""Layouts of two and four ranks that several test tables share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from clustertrain.plan.layout import Layout
 
-# Over the data, or over the tensors of each layer.
+# Data parallel, or tensor parallel.
 PLAIN: Mapping[str, Layout] = {
     "ddp": Layout(strategy="ddp", dp_replicate=4),
     "zero1": Layout(strategy="zero1", dp_replicate=4, zero1=True),

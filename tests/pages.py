@@ -1,4 +1,4 @@
-"""A run made up for the HTML page: four nodes for a day, preempted once; one GPU idles, one throttles, one is slow."""
+"""A synthetic run for the HTML page: four nodes for a day, preempted once; one GPU is idle, one throttled, one slow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDLE, HOT, SLOW = 5, 19, 26  # rows
 
 
 def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.0) -> tuple[Summary, Curves]:
-    """A summary and its curves, always the same."""
+    """Return a deterministic summary and its curves."""
     names = [f"gpu-node-{i + 1:02d}" for i in range(nodes)]
     points = int(hours * 3600 / step_s)
     t = T0 + (np.arange(points) + 0.5) * step_s
@@ -37,7 +37,7 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
         assert a.start is not None and a.end is not None
         running |= (t >= a.start) & (t < a.end)
     values = _gpu_values(np.random.default_rng(7), nodes * gpus, points, running, step_s)
-    every = CurveTable(T0, step_s, points, values)
+    gpu_curves = CurveTable(T0, step_s, points, values)
     hosts = CurveTable(T0, step_s, points, _host_values(nodes, points, running))
     by_node = {k: np.nanmean(m[:, running].reshape(nodes, gpus, -1), axis=1) for k, m in values.items()}
     node_values = {k: np.full((nodes, points), np.nan) for k in values}
@@ -45,13 +45,13 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
         node_values[k][:, running] = m
     overall = {k: np.full((3, points), np.nan) for k in values}
     for k, m in values.items():
-        there = m[:, running]
-        overall[k][:, running] = [there.mean(axis=0), there.min(axis=0), there.max(axis=0)]
+        active = m[:, running]
+        overall[k][:, running] = [active.mean(axis=0), active.min(axis=0), active.max(axis=0)]
     summary = _summary(names, gpus, values, attempts, hours)
     curves = Curves(
-        gpus=every,
+        gpus=gpu_curves,
         chosen=list(range(nodes * gpus)),
-        heat=every,
+        heat=gpu_curves,
         overall=CurveTable(T0, step_s, points, overall),
         nodes=CurveTable(T0, step_s, points, node_values),
         hosts=hosts,
@@ -147,11 +147,11 @@ def _training_values(points: int, running: np.ndarray) -> dict[str, Matrix]:
 
 
 def stats(values: Matrix, scale: float = 1.0) -> Stats | None:
-    there = values[np.isfinite(values)] * scale
-    if not len(there):
+    finite = values[np.isfinite(values)] * scale
+    if not len(finite):
         return None
-    p5, p50, p95 = (float(p) for p in np.percentile(there, (5, 50, 95)))
-    return Stats(float(there.mean()), p5, p50, p95, float(there.max()))
+    p5, p50, p95 = (float(p) for p in np.percentile(finite, (5, 50, 95)))
+    return Stats(float(finite.mean()), p5, p50, p95, float(finite.max()))
 
 
 def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary:
@@ -182,12 +182,12 @@ def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary
 def _summary(
     names: list[str], gpus: int, values: dict[str, Matrix], attempts: list[AttemptSummary], hours: float
 ) -> Summary:
-    found = [
+    gpu_summaries = [
         _gpu(node, i, n * gpus + i, {k: m[n * gpus + i] for k, m in values.items()})
         for n, node in enumerate(names)
         for i in range(gpus)
     ]
-    idle, hot, slow = (found[row % len(found)] for row in (IDLE, HOT, SLOW))
+    idle, hot, slow = (gpu_summaries[row % len(gpu_summaries)] for row in (IDLE, HOT, SLOW))
     insights = [
         Insight(
             severity="critical",
@@ -230,7 +230,7 @@ def _summary(
         window=TimeWindow(T0, T0 + 24 * h),
         coverage=0.9975,
         attempts=attempts,
-        gpus=found,
+        gpus=gpu_summaries,
         hosts=[_host(node) for node in names],
         insights=insights,
         state="completed",
@@ -243,7 +243,7 @@ def _summary(
             tokens_per_s=2_930_000.0,
             tokens_per_s_per_gpu=91_500.0,
             mfu=0.412,
-            energy_j=sum(g.energy_j or 0 for g in found),
+            energy_j=sum(g.energy_j or 0 for g in gpu_summaries),
             joules_per_token=0.0066,
             data_wait_share=0.02,
             loss=2.104,

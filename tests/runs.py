@@ -1,4 +1,4 @@
-"""Drives the real command line from a test: submit a run, watch it, compare its end with another's."""
+"""Helpers that drive the real command line: submit a run, watch it, and compare its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.run_status import run_status
 
 POLL_S = 0.4
-# A shell has its background jobs ignore SIGINT, and a test run may be one of them.
+# Background jobs of a shell ignore SIGINT, and the test run may be one of them.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 CLI = [sys.executable, "-m", "clustertrain"]
 # Small, so that importing torch is most of the work. Without a periodic checkpoint before the last step, a run resumes
@@ -60,7 +60,7 @@ def write_recipe(folder: Path, *, steps: int = 60, every: int = 100_000, more: s
 
 
 class Run:
-    """One submitted run and the environment that its commands are called in."""
+    """A submitted run, and the environment of its commands."""
 
     def __init__(self, env: Mapping[str, str], submitted: Mapping[str, Any]) -> None:
         self.env = env
@@ -75,8 +75,8 @@ class Run:
         answer: dict[str, Any] = json.loads(self.call("status", self.id, "--json").stdout)
         return answer
 
-    def glance(self) -> dict[str, Any]:
-        """What `status` says, without a process for it: polling would take a quarter of a core from the ranks."""
+    def poll_status(self) -> dict[str, Any]:
+        """Return the status without a new process, because polling would take a quarter of a core from the ranks."""
         with mock.patch.dict(os.environ, self.env, clear=True):
             return status_json(run_status(RunDir(self.path)))
 
@@ -87,7 +87,7 @@ class Run:
         return self.call("checkpoint", "digest", self.id).stdout.strip()
 
     def explain(self) -> str:
-        """What a failing test should show."""
+        """Return what a failing test should show: the status and the logs."""
         parts = [self.call("status", self.id, check=False).stdout]
         logs = [self.path / "job.log", *sorted(self.path.glob("attempts/*/logs/*"))]
         parts += [
@@ -96,21 +96,22 @@ class Run:
         return "\n".join(parts)
 
     def wait_for(
-        self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 180.0
+        self, condition: Callable[[dict[str, Any]], bool], description: str, timeout_s: float = 180.0
     ) -> dict[str, Any]:
         last: dict[str, Any] = {}
 
-        def holds() -> bool:
+        def is_met() -> bool:
             nonlocal last
-            last = self.glance()
+            last = self.poll_status()
             return condition(last)
 
-        assert clock.wait_until(holds, timeout_s, POLL_S), f"{what}: not in {timeout_s:g} s\n{self.explain()}"
+        assert clock.wait_until(is_met, timeout_s, POLL_S), (
+            f"{description}: not within {timeout_s:g} s\n{self.explain()}"
+        )
         return last
 
     def wait_for_step(self, step: int, attempt: int = 1) -> None:
-        """Until that attempt has done that step."""
-
+        """Wait until ``attempt`` has trained ``step``."""
         self.wait_for(lambda s: self.has_done(s, step, attempt), f"step {step} of attempt {attempt}")
 
     def has_done(self, status: dict[str, Any], step: int, attempt: int = 1) -> bool:
@@ -127,10 +128,12 @@ class Run:
 
 
 def call(env: Mapping[str, str], *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*CLI, *argv], env=env, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([*CLI, *argv], env=env, capture_output=True, text=True, timeout=120, check=False)
     if check:
-        assert done.returncode == 0, f"clustertrain {' '.join(argv)}: {done.returncode}\n{done.stdout}{done.stderr}"
-    return done
+        assert result.returncode == 0, (
+            f"clustertrain {' '.join(argv)}: {result.returncode}\n{result.stdout}{result.stderr}"
+        )
+    return result
 
 
 def submit(env: Mapping[str, str], *argv: str) -> Run:
@@ -138,20 +141,20 @@ def submit(env: Mapping[str, str], *argv: str) -> Run:
 
 
 def at_step(step: int, acts: Mapping[Run, Callable[[Run], object]]) -> None:
-    """Call each run's function when its first attempt has done that step, in whatever order they get there."""
-    left = dict(acts)
+    """Call each run's function when its first attempt has trained ``step``, in the order in which they reach it."""
+    remaining = dict(acts)
 
     def all_called() -> bool:
-        for run in list(left):
-            if run.has_done(run.glance(), step):
-                left.pop(run)(run)
-        return not left
+        for run in list(remaining):
+            if run.has_done(run.poll_status(), step):
+                remaining.pop(run)(run)
+        return not remaining
 
-    assert clock.wait_until(all_called, 180.0, POLL_S), "\n".join(run.explain() for run in left)
+    assert clock.wait_until(all_called, 180.0, POLL_S), "\n".join(run.explain() for run in remaining)
 
 
-def resumed_where_they_stopped(status: dict[str, Any]) -> bool:
-    """Each attempt that stopped on request is continued at its next step."""
+def resumed_at_the_next_step(status: dict[str, Any]) -> bool:
+    """Return whether each attempt continued at the step after the previous one's last."""
     attempts = [a for a in status["attempts"] if a["last_step"] is not None]
     pairs = itertools.pairwise(attempts)
     return len(attempts) > 1 and all(b["first_step"] == a["last_step"] + 1 for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Checkpoints of what lies on a GPU: the copy goes beside the training, and holds what was there at the call."""
+"""Checkpoints of state on a GPU: the copy overlaps training and contains the values at the time of the call."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from clustertrain.checkpoint.offline import inspect
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 WIDTH = 2048  # 48 MiB with Adam's moments
-A_SECOND = 2_000_000_000  # of a GPU's clock, about
+ABOUT_1_S = 2_000_000_000  # cycles of a GPU's clock
 
 
 @pytest.fixture
-def told() -> list[SaveResult]:
+def committed() -> list[SaveResult]:
     return []
 
 
 @pytest.fixture
-def manager(tmp_path: Path, told: list[SaveResult]) -> Iterator[CheckpointManager]:
-    made = CheckpointManager(
+def manager(tmp_path: Path, committed: list[SaveResult]) -> Iterator[CheckpointManager]:
+    checkpoint_manager = CheckpointManager(
         tmp_path / "c",
         Ranks(),
         CheckpointConfig(attempt="1", layout={}, device=torch.device("cuda", 0)),
-        on_commit=told.append,
+        on_commit=committed.append,
     )
-    made.start()
-    yield made
-    made.close(60.0)
+    checkpoint_manager.start()
+    yield checkpoint_manager
+    checkpoint_manager.close(60.0)
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def restored(root: Path, step: int) -> list[torch.Tensor]:
     reader = CheckpointManager(
         root, Ranks(), CheckpointConfig(attempt="9", layout={}, async_save=False, device=torch.device("cuda", 0))
     )
-    found = reader.restore(state)
-    assert found is not None and found.step == step
+    checkpoint = reader.restore(state)
+    assert checkpoint is not None and checkpoint.step == step
     return values(state)
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -72,7 +72,7 @@ def test_changes_after_save_do_not_reach_it(manager: CheckpointManager, tmp_path
     before = values(state)
     manager.reserve(state)
     torch.cuda.synchronize()
-    torch.cuda._sleep(A_SECOND)  # the copy waits behind it, and what follows behind the copy
+    torch.cuda._sleep(ABOUT_1_S)  # the copy runs after it, and the changes below after the copy
     manager.save(3, state)
     with torch.no_grad():
         for p in state["model"].parameters():
@@ -80,7 +80,7 @@ def test_changes_after_save_do_not_reach_it(manager: CheckpointManager, tmp_path
             for t in state["optimizer"].state[p].values():
                 t.zero_()
     manager.wait_for_saves()
-    assert same(restored(tmp_path / "c", 3), before)
+    assert all_equal(restored(tmp_path / "c", 3), before)
 
 
 def test_host_does_not_wait_for_copy(manager: CheckpointManager) -> None:
@@ -89,14 +89,14 @@ def test_host_does_not_wait_for_copy(manager: CheckpointManager) -> None:
     manager.save(1, state, wait=True)
     assert all(s._pinned for s in manager._staging_buffers[:1])
     torch.cuda.synchronize()
-    torch.cuda._sleep(A_SECOND)
+    torch.cuda._sleep(ABOUT_1_S)
     manager.save(2, state)
-    assert not torch.cuda.current_stream().query()  # the GPU is still at what came before
+    assert not torch.cuda.current_stream().query()  # the GPU is still busy with the work before the copy
     manager.wait_for_saves()
 
 
-def test_one_copy_is_filled_while_another_is_written(
-    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
+def test_one_copy_is_staged_while_another_is_written(
+    manager: CheckpointManager, committed: list[SaveResult], tmp_path: Path
 ) -> None:
     contents = {}
     for step in (1, 2, 3, 4):
@@ -104,10 +104,10 @@ def test_one_copy_is_filled_while_another_is_written(
         contents[step] = values(state)
         manager.save(step, state)
     manager.wait_for_saves()
-    assert [s.step for s in told] == [1, 2, 3, 4]
+    assert [s.step for s in committed] == [1, 2, 3, 4]
     for step in (2, 3, 4):  # three are kept
         inspect.verify(index.step_folder(tmp_path / "c", step))
-    assert same(restored(tmp_path / "c", 4), contents[4])
+    assert all_equal(restored(tmp_path / "c", 4), contents[4])
 
 
 def test_gpu_checkpoint_loads_on_cpu(manager: CheckpointManager, tmp_path: Path) -> None:

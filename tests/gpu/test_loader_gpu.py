@@ -1,4 +1,4 @@
-"""Batches travel to the GPU beside the computation, and are what was read."""
+"""Batches are copied to the GPU during the computation and arrive intact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 class Rows:
-    """Sample i: 100,000 times i, and i."""
+    """Dataset whose sample i is a tensor of 100,000 times i, and i."""
 
     def __len__(self) -> int:
         return 512
@@ -28,19 +28,19 @@ class Rows:
 
 
 def loader(device: str, workers: int) -> Loader:
-    given: dict[str, Any] = {"global_batch": 64, "micro_batch": 32, "seed": 1, "rank": 0, "ranks": 1}
-    return Loader(Rows(), workers=workers, device=torch.device(device), **given)
+    options: dict[str, Any] = {"global_batch": 64, "micro_batch": 32, "seed": 1, "rank": 0, "ranks": 1}
+    return Loader(Rows(), workers=workers, device=torch.device(device), **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_copied_batches_are_intact_while_gpu_is_busy(workers: int) -> None:
-    here, there = loader("cpu", 0), loader("cuda", workers)
+    on_cpu, on_gpu = loader("cpu", 0), loader("cuda", workers)
     busy = torch.randn(4096, 4096, device="cuda")
     sums = []
     for _ in range(16):
-        busy = torch.tanh(busy @ busy)  # the copy must neither wait for it nor be overtaken by what uses the batch
-        sums.append([(inputs.double().sum(), target.sum()) for inputs, target in next(there)])
-    for found in sums:
-        expected = [(inputs.double().sum(), target.sum()) for inputs, target in next(here)]
-        assert [(float(a), int(b)) for a, b in found] == [(float(a), int(b)) for a, b in expected]
-    there.close()
+        busy = torch.tanh(busy @ busy)  # the copy must not wait for it, but be complete before the batch is used
+        sums.append([(inputs.double().sum(), target.sum()) for inputs, target in next(on_gpu)])
+    for actual in sums:
+        expected = [(inputs.double().sum(), target.sum()) for inputs, target in next(on_cpu)]
+        assert [(float(a), int(b)) for a, b in actual] == [(float(a), int(b)) for a, b in expected]
+    on_gpu.close()

@@ -1,4 +1,4 @@
-"""Steps on a GPU: nothing in them waits for the device, and what is not finite moves nothing."""
+"""Steps on a GPU: they do not wait for the device, and steps with NaN or Inf change nothing."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_step_does_not_wait_for_device(session: ct.Session, mode: Any) -> None:
     session.parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
     session.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
     clip = ct.Clipping(mode, norm=1.0, value=0.01)
-    for value in (1.0, 2.0):  # the first one makes the optimizer's state, and reads the flag for it
+    for value in (1.0, 2.0):  # the first step creates the optimizer's state and therefore reads the flag
         session.train_step(batch(value), loss, clip=clip)
-    given = [batch(), batch(math.nan), batch()]
+    batches = [batch(), batch(math.nan), batch()]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        done = [session.train_step(b, loss, clip=clip) for b in given]
+        results = [session.train_step(b, loss, clip=clip) for b in batches]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [bool(d.skipped) for d in done] == [False, True, False]
+    assert [bool(result.skipped) for result in results] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_skipped_step_changes_no_bit(session: ct.Session, cls: Any, options: dic
     model = session.parallelize(nn.Linear(WIDTH, WIDTH))
     optimizer = session.optimizer(cls, lr=1e-3, **options)
 
-    def everything() -> list[torch.Tensor]:
+    def snapshot() -> list[torch.Tensor]:
         states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return [t.detach().clone() for t in (*model.parameters(), *states)]
 
     assert session.train_step(batch(math.nan), loss).skipped and not optimizer.state
     session.train_step(batch(), loss)
     assert conditional_step.supports_device_skip(optimizer) == options.get("fused", False)
-    before = everything()
+    before = snapshot()
     assert session.train_step(batch(math.inf), loss).skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
     assert not session.train_step(batch(), loss).skipped
-    assert not torch.equal(before[0], everything()[0])
+    assert not torch.equal(before[0], snapshot()[0])

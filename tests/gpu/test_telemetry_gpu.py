@@ -1,4 +1,4 @@
-"""Telemetry of a real GPU: what NVML is read for, beside what nvidia-smi says of the same seconds."""
+"""Telemetry of a real GPU: values read from NVML, compared with those of nvidia-smi at the same time."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from clustertrain.telemetry.readers.nvml_events import GpuEvents
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 WINDOW_S, EVERY_S = 12.0, 0.2
-SETTLED_S = 3.0  # power is a mean over a second, and the clock takes a while
+SETTLED_S = 3.0  # power is a mean over a second, and the clock needs time to settle
 
 
 @pytest.fixture
 def nvml() -> Iterator[Nvml]:
-    door = Nvml()
-    door.open()
-    yield door
-    door.close()
+    library = Nvml()
+    library.open()
+    yield library
+    library.close()
 
 
-def used_by_torch(nvml: Nvml) -> Device:
+def find_torch_device(nvml: Nvml) -> Device:
     import torch
 
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     return next(d for d in nvml.devices() if uuid in d.uuid)
 
 
-def named(reader: GpuReader, pace: fields.Pace) -> dict[str, float | None]:
+def read_by_name(reader: GpuReader, pace: fields.Pace) -> dict[str, float | None]:
     row = reader.read(pace)
     assert row is not None, reader.lost_reason
     return dict(zip((f.name for f in fields.GPU if f.pace == pace), row, strict=True))
@@ -53,7 +53,7 @@ def test_every_field_has_a_value_or_a_reason(nvml: Nvml) -> None:
         reader = GpuReader(nvml, device)
         reader.read(FAST)
         time.sleep(0.15)
-        values = {**named(reader, FAST), **named(reader, SLOW)}
+        values = {**read_by_name(reader, FAST), **read_by_name(reader, SLOW)}
         for name, value in values.items():
             if value is None:
                 reason = reader.reasons[name]
@@ -70,7 +70,7 @@ def test_events_can_be_subscribed_without_waiting(nvml: Nvml) -> None:
         assert reason.startswith(("NOT_SUPPORTED", "NO_PERMISSION")), reason
 
 
-def beside_nvidia_smi(uuid: str, out: Path) -> subprocess.Popen[bytes]:
+def start_nvidia_smi(uuid: str, out: Path) -> subprocess.Popen[bytes]:
     query = "power.draw,temperature.gpu,memory.used,clocks.sm,utilization.gpu"
     argv = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     with out.open("wb") as file:
@@ -81,19 +81,19 @@ def beside_nvidia_smi(uuid: str, out: Path) -> subprocess.Popen[bytes]:
 def test_values_match_nvidia_smi(nvml: Nvml, tmp_path: Path) -> None:
     import torch
 
-    device = used_by_torch(nvml)
+    device = find_torch_device(nvml)
     reader = GpuReader(nvml, device)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     rows: list[dict[str, Any]] = []
-    begin = time.monotonic()
+    start = time.monotonic()
     smi = None
     try:
-        while (at := time.monotonic() - begin) < WINDOW_S:
+        while (at := time.monotonic() - start) < WINDOW_S:
             if at > SETTLED_S:
-                smi = smi or beside_nvidia_smi(device.uuid, tmp_path / "smi.csv")
-                rows.append({"at": time.monotonic(), **named(reader, FAST)})
-            upto = time.monotonic() + EVERY_S
-            while time.monotonic() < upto:  # never idle, and never far ahead of the GPU
+                smi = smi or start_nvidia_smi(device.uuid, tmp_path / "smi.csv")
+                rows.append({"at": time.monotonic(), **read_by_name(reader, FAST)})
+            end_of_interval = time.monotonic() + EVERY_S
+            while time.monotonic() < end_of_interval:  # never idle, and never far ahead of the GPU
                 a @ a
                 torch.cuda.synchronize()
     finally:
@@ -113,50 +113,50 @@ def test_values_match_nvidia_smi(nvml: Nvml, tmp_path: Path) -> None:
     assert mean("memory_used_bytes") == pytest.approx(memory_mib * 2**20, rel=0.02)
     assert mean("sm_clock_mhz") == pytest.approx(clock, rel=0.05)
     assert mean("utilization") == pytest.approx(utilization / 100, abs=0.05)
-    drawn = (rows[-1]["energy_j"] - rows[0]["energy_j"]) / (rows[-1]["at"] - rows[0]["at"])
-    assert drawn == pytest.approx(mean("power_w"), rel=0.05)
+    mean_power_w = (rows[-1]["energy_j"] - rows[0]["energy_j"]) / (rows[-1]["at"] - rows[0]["at"])
+    assert mean_power_w == pytest.approx(mean("power_w"), rel=0.05)
     if "sm_activity" not in reader.reasons:
         assert mean("sm_activity") > 0.5
         assert mean("tensor_activity") > 0.2
-    assert named(reader, SLOW)["processes"] in (1, None) or os.environ.get("SLURM_JOB_ID")
+    assert read_by_name(reader, SLOW)["processes"] in (1, None) or os.environ.get("SLURM_JOB_ID")
 
 
-def busy_s(least_s: float) -> float:
-    """Have the GPU multiply matrices for at least so long; returns for how long it did, by its own clock."""
+def keep_busy_s(least_s: float) -> float:
+    """Multiply matrices on the GPU for at least ``least_s`` and return the time by the GPU's clock."""
     import torch
 
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     taken_s = 0.0
     while taken_s < least_s:
-        begin.record()
-        for _ in range(200):  # launched ahead: a slow host leaves no gap between them
+        start.record()
+        for _ in range(200):  # launched ahead, so that a slow host leaves no gaps
             a @ a
         end.record()
         end.synchronize()
-        taken_s += begin.elapsed_time(end) / 1000
+        taken_s += start.elapsed_time(end) / 1000
     return taken_s
 
 
 def test_gpm_samples_cover_whole_interval(nvml: Nvml) -> None:
-    """Busy, then idle: the mean is that of both, by the share of each, wherever in them the reading falls."""
-    reader = GpuReader(nvml, used_by_torch(nvml))
-    named(reader, FAST)
+    """A busy and an idle period are averaged by their shares, no matter when the readings occur."""
+    reader = GpuReader(nvml, find_torch_device(nvml))
+    read_by_name(reader, FAST)
     if "sm_activity" in reader.reasons and not reader.reasons["sm_activity"].startswith("NO_DATA"):
         pytest.skip(reader.reasons["sm_activity"])
-    busy_s(0.2)
+    keep_busy_s(0.2)
 
-    def measured(idle_s: float) -> tuple[float, float]:
-        """The activity, and the share of the time in which the GPU was busy, however late this process is."""
-        named(reader, FAST)
-        begin = time.monotonic()
-        taken_s = busy_s(1.0)
+    def measure(idle_s: float) -> tuple[float, float]:
+        """Return the activity, and the share of the time in which the GPU was busy."""
+        read_by_name(reader, FAST)
+        start = time.monotonic()
+        taken_s = keep_busy_s(1.0)
         time.sleep(idle_s)
-        activity = named(reader, FAST)["sm_activity"]
+        activity = read_by_name(reader, FAST)["sm_activity"]
         assert activity is not None
-        return activity, taken_s / (time.monotonic() - begin)
+        return activity, taken_s / (time.monotonic() - start)
 
-    full, most = measured(0.0)
-    activity, share = measured(1.0)
-    assert activity == pytest.approx(full / most * share, rel=0.25)
-    assert 0 < share < 0.6 and full / most > 0.5
+    full_activity, full_share = measure(0.0)
+    activity, share = measure(1.0)
+    assert activity == pytest.approx(full_activity / full_share * share, rel=0.25)
+    assert 0 < share < 0.6 and full_activity / full_share > 0.5

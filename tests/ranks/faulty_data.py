@@ -52,7 +52,7 @@ def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., An
     return loss
 
 
-def ask_the_device(rank: int, steps: Sequence[int]) -> None:
+def poison_gradients_with_device_skip(rank: int, steps: Sequence[int]) -> None:
     """Setup: like :func:`poison_gradients`, with a fused optimizer that reads the skip flag itself, as on a GPU."""
     from clustertrain.checkpoint.core.state_dict import inner_optimizers
     from clustertrain.train.optim import registry

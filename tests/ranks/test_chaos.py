@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.chaos.faults import KINDS
-from tests.harness.chaos.rounds import Plan, Whole, plan_of, play, undisturbed
+from tests.harness.chaos.rounds import Plan, Reference, plan_of, play, undisturbed
 from tests.harness.parity.measure import one_thread
 
 PLANS = [plan_of("317", number) for number in range(3)]
@@ -20,14 +20,14 @@ def test_rounds_cover_all_kinds_of_faults() -> None:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     with one_thread():
         return {s: undisturbed(s, tmp_path_factory.mktemp(s)) for s in {p.strategy for p in PLANS}}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
-def test_disturbed_run_ends_like_undisturbed_run(plan: Plan, references: dict[str, Whole], tmp_path: Path) -> None:
+def test_disturbed_run_ends_like_undisturbed_run(plan: Plan, references: dict[str, Reference], tmp_path: Path) -> None:
     with one_thread():
         report = play(plan, references[plan.strategy], tmp_path / "round")
     assert not report.broken, "\n".join([str(plan), *report.story, report.broken])

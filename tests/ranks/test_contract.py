@@ -82,7 +82,9 @@ def kept_checkpoints(run: RunDir) -> dict[int, float | None]:
 
 
 def test_run_without_improvement_stops_and_keeps_best_checkpoint(tmp_path: Path) -> None:
-    run = make_run_with(tmp_path / "run", **{**EVALUATE_EACH_STEP, "evaluation": {"every": 1, "patience": 3, "warn_when_rising": 2}})
+    run = make_run_with(
+        tmp_path / "run", **{**EVALUATE_EACH_STEP, "evaluation": {"every": 1, "patience": 3, "warn_when_rising": 2}}
+    )
     ranks = Ranks(run, 2, setup=fix_losses, args=LOSSES).expect(0)
     reason = "early stop: validation_loss has not improved for 3 evaluations"
     for result in ranks.results():

@@ -74,7 +74,12 @@ def test_plan_counts_and_traces_custom_model(run_cli: RunCli, capfd: pytest.Capt
     ],
 )
 def test_error_of_custom_model_is_reported_before_submission(
-    assignment: str, message: str, run_cli: RunCli, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    assignment: str,
+    message: str,
+    run_cli: RunCli,
+    fake_slurm: FakeSlurm,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert run_cli("submit", "own.toml", "--count-model", "--set", assignment) == 78
     assert message in capfd.readouterr().err

@@ -92,7 +92,9 @@ def test_broken_recipe_fails_its_check(tmp_path: Path, recipe: str, check: str, 
 
 
 def test_plot_writes_page_and_creates_no_run(tmp_path: Path) -> None:
-    result = run_diagnose(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
+    result = run_diagnose(
+        tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005"
+    )
     assert result.returncode == 0 and "lr 0.005" in result.stdout and "│•" in result.stdout, result.stderr
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     page = (tmp_path / "curves.html").read_text()

@@ -176,7 +176,9 @@ def fill_disk(filler: Path, free_bytes: int, before_step: int) -> None:
 
 
 @pytest.mark.parametrize("free_bytes", [0, 100_000], ids=["full", "nearly full"])
-def test_full_disk_is_reported_and_run_resumes_with_space(small_disk: Path, expected_digest: str, free_bytes: int) -> None:
+def test_full_disk_is_reported_and_run_resumes_with_space(
+    small_disk: Path, expected_digest: str, free_bytes: int
+) -> None:
     run = make_run(small_disk, "ddp", 2, steps=6, every=3)
     filler = small_disk / "filler"
     ranks = Ranks(run, 2, 1, setup=fill_disk, args=(filler, free_bytes, 6))

@@ -82,7 +82,7 @@ def test_run_preempted_twice_matches_undisturbed_run(submitted: Callable[..., Ru
     run = submitted(*TWO_RANKS, str(runs.write_recipe(tmp_path, steps=100, more=more, paced=False)))
     status = run.complete()
     assert run.endings() == ["preempted", "preempted", "completed"]
-    assert runs.resumed_where_they_stopped(status)
+    assert runs.resumed_at_the_next_step(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "undisturbed")
     prediction = run.status()["prediction"]
     # Medians over the steps of all three attempts, except their first steps; two ranks share the tokens of a step.

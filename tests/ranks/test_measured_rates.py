@@ -28,7 +28,13 @@ def test_rates_of_this_machine() -> None:
     result = bench.measure(BenchTarget(python=sys.executable, device="cpu"), progress.append)
     assert result.failures == () and result.measured is not None
     rates = result.measured
-    assert (rates.device, rates.ranks, rates.nodes, rates.gemm_dtype, rates.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
+    assert (rates.device, rates.ranks, rates.nodes, rates.gemm_dtype, rates.torch) == (
+        "cpu",
+        2,
+        1,
+        "fp32",
+        torch.__version__,
+    )
     assert rates.gemm_tflops is not None and rates.gemm_tflops > 0
     assert rates.node_bus_gb_s is not None and rates.node_bus_gb_s > 0
     assert rates.fabric_bus_gb_s is None

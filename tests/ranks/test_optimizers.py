@@ -14,7 +14,7 @@ import tomli_w
 from clustertrain.plan.cost.optimizer_state import WHOLE_PARAM_OPTIMIZERS
 from clustertrain.plan.layout import Layout
 from tests.harness.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
-from tests.harness.optimizers.measure import Outcome, under
+from tests.harness.optimizers.measure import Outcome, run_layout
 from tests.harness.parity.measure import one_thread
 from tests.ranks.rank_pool import Ranks, make_run
 
@@ -47,7 +47,7 @@ SUBSET = {
 
 @pytest.mark.parametrize("layout", SUBSET)
 def test_training_matches_one_process(layout: str, tmp_path: Path) -> None:
-    outcomes: list[Outcome] = under(layout, SUBSET[layout], tmp_path / "run")
+    outcomes: list[Outcome] = run_layout(layout, SUBSET[layout], tmp_path / "run")
     assert all(o.ok for o in outcomes), outcomes
 
 

@@ -41,7 +41,9 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str,
     reference = uninterrupted(tmp_path, strategy, ranks, **kw)
     run = make_run(tmp_path / "parts", strategy, ranks, **kw)
     first = Ranks(run, ranks, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
-    assert {(r["ending"], r["step"], r["committed_step"]) for r in first.results()} == {("stopped", STOPPED_AT, STOPPED_AT)}
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in first.results()} == {
+        ("stopped", STOPPED_AT, STOPPED_AT)
+    }
     assert len(first.results()) == ranks
     second = Ranks(run, ranks, 2).expect(0)
     assert {(r["ending"], r["step"], r["committed_step"]) for r in second.results()} == {("completed", 8, 8)}

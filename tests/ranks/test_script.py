@@ -195,7 +195,14 @@ def test_rank_missing_from_collective_is_a_hang(tmp_path: Path) -> None:
 
 
 def test_standalone_script_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
-    argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "50000"]
+    argv = [
+        sys.executable,
+        str(EXAMPLE),
+        "--checkpoint-dir",
+        str(tmp_path / "checkpoints"),
+        "--checkpoint-every",
+        "50000",
+    ]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
     log = tmp_path / "log"
     process = proc.start([*argv, "--steps", "100000"], env=environ, log=log)
@@ -319,6 +326,10 @@ def test_unused_parameter_is_named(loop: str, code: int, tmp_path: Path) -> None
 
 def test_find_unused_parameters_allows_unused_parameter(tmp_path: Path) -> None:
     run = make_run(
-        tmp_path / "run", "ddp", 2, script=(UNUSED_PARAMETER, ("train-step",)), parallel={"find_unused_parameters": True}
+        tmp_path / "run",
+        "ddp",
+        2,
+        script=(UNUSED_PARAMETER, ("train-step",)),
+        parallel={"find_unused_parameters": True},
     )
     Ranks(run, 2).expect(0)

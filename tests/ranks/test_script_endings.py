@@ -163,7 +163,9 @@ def test_killed_agent_ends_its_ranks_without_blaming_node(submitted: Callable[..
         run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's start")
     else:
         run.wait_for_step(2)
-    agents = [p for p in find_processes(run, "clustertrain agent") if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"]]
+    agents = [
+        p for p in find_processes(run, "clustertrain agent") if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"]
+    ]
     (agent,) = [p for p in agents if p.environ()["CLUSTERTRAIN_NODE_RANK"] == "1"]
     node = agent.environ()["CLUSTERTRAIN_NODE"]
     orphans = agent.children(recursive=True)

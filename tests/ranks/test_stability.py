@@ -1,5 +1,5 @@
-"""NaN, Inf and loss spikes under every layout: all ranks skip the same steps and roll back to the same step, and the run
-continues as if it had never seen the excluded samples."""
+"""NaN, Inf and loss spikes under every layout: all ranks skip the same steps and roll back to the same step, and the
+run continues as if it had never seen the excluded samples."""
 
 from __future__ import annotations
 
@@ -113,7 +113,11 @@ def test_rollback_matches_run_without_the_samples(tmp_path: Path, layout: Layout
     batch.close()
     (rollback_event,) = ranks.events("rolled_back")
     # The checkpoint of step 18 was trained on samples within the margin.
-    assert (rollback_event["step"], rollback_event["to_step"], rollback_event["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
+    assert (rollback_event["step"], rollback_event["to_step"], rollback_event["samples"]) == (
+        SPIKE_AT,
+        12,
+        (MARGIN + 1) * BATCH,
+    )
     assert digest(run) == digest_without_samples(layout)
     assert [r["step"] for r in metrics.load_rows(run)] == list(range(1, STEPS + 1))
     assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_AT + 1), *range(13, STEPS + 1)]

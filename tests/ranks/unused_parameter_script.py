@@ -1,5 +1,5 @@
-"""A model with a layer that does not affect the loss. The argument, ``train-step`` or ``custom-loop``, selects how it is
-trained."""
+"""A model with a layer that does not affect the loss. The argument, ``train-step`` or ``custom-loop``, selects how it
+is trained."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_preempted_run_resumes_bit_exactly(
         preempt(run)
     status = run.complete()
     assert run.endings() == ["preempted"] * times + ["completed"]
-    assert runs.resumed_where_they_stopped(status)
+    assert runs.resumed_at_the_next_step(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     _assert_accounting_agrees(cluster, run, times)
     _assert_every_gpu_is_recorded(run, nodes, gpus, times + 1)
@@ -89,7 +89,7 @@ def test_secret_of_shared_run_is_in_no_readable_file(requeued: Run) -> None:
 def test_manual_requeue_keeps_submit_options(requeued: Run) -> None:
     status = requeued.status()
     assert requeued.endings() == ["preempted", "completed"]
-    assert runs.resumed_where_they_stopped(status)
+    assert runs.resumed_at_the_next_step(status)
     assert (status["step"], status["total_steps"]) == (60, 60)
 
 
@@ -194,14 +194,14 @@ def test_signal_to_one_process_stops_all_ranks_at_same_step(
     status = run.complete()
     # The sender and the reason are unknown, so no cause is invented.
     assert run.endings() == ["signal", "signal", "completed"]
-    assert runs.resumed_where_they_stopped(status)
+    assert runs.resumed_at_the_next_step(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
 def test_run_survives_time_limit_bit_exactly(paced: Run, tmp_path: Path) -> None:
     status = paced.complete()
     assert set(paced.endings()) == {"time_limit", "completed"}
-    assert runs.resumed_where_they_stopped(status)
+    assert runs.resumed_at_the_next_step(status)
     assert paced.digest() == undisturbed(paced.path, tmp_path / "alone")
 
 

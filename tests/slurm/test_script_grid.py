@@ -40,11 +40,13 @@ def prepared_cluster(cluster: Any) -> Iterator[Any]:
 
 
 def test_sbatch_accepts_every_script(prepared_cluster: Any, tmp_path: Path) -> None:
-    grid = cases.render(cases.make_cases(tmp_path), tmp_path, cases.surroundings(tmp_path, prepared_cluster.env))
+    grid = cases.render(
+        cases.make_cases(tmp_path), tmp_path, cases.submission_environment(tmp_path, prepared_cluster.env)
+    )
     assert len(grid) >= 200
     for scripts in grid:
-        folder = scripts.handed_over.parent
-        done = prepared_cluster.run("sbatch", "--test-only", "--verbose", f"--chdir={folder}", str(scripts.handed_over))
+        folder = scripts.submitted.parent
+        done = prepared_cluster.run("sbatch", "--test-only", "--verbose", f"--chdir={folder}", str(scripts.submitted))
         # "sbatch: account             : …" is how sbatch read the script's directives.
         parsed = dict(re.findall(r"^sbatch: (\S+) +: (.*)$", done.stderr, flags=re.MULTILINE))
         expected = scripts.case.reads

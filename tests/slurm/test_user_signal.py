@@ -44,5 +44,5 @@ def test_signal_at_preemption_counts_as_warning(
     preempt(run)
     status = run.complete()
     assert run.endings()[0] == "preempted"
-    assert runs.resumed_where_they_stopped(status)
+    assert runs.resumed_at_the_next_step(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")

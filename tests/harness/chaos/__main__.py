@@ -14,19 +14,19 @@ import tempfile
 from pathlib import Path
 
 from clustertrain import clock
-from tests.harness.chaos.rounds import Report, Whole, plan_of, play, undisturbed
+from tests.harness.chaos.rounds import Reference, Report, plan_of, play, undisturbed
 from tests.harness.parity.measure import one_thread
 
 
 def rounds(seed: str, numbers: range, folder: Path) -> list[Report]:
-    wholes: dict[str, Whole] = {}
+    references: dict[str, Reference] = {}
     reports = []
     for number in numbers:
         plan = plan_of(seed, number)
-        if plan.strategy not in wholes:
-            wholes[plan.strategy] = undisturbed(plan.strategy, folder / plan.strategy)
+        if plan.strategy not in references:
+            references[plan.strategy] = undisturbed(plan.strategy, folder / plan.strategy)
         started = clock.monotonic()
-        report = play(plan, wholes[plan.strategy], folder / f"round-{number}")
+        report = play(plan, references[plan.strategy], folder / f"round-{number}")
         reports.append(report)
         print(f"{number} {plan} [{clock.monotonic() - started:.1f} s]", flush=True)
         for line in report.story:
@@ -38,9 +38,9 @@ def rounds(seed: str, numbers: range, folder: Path) -> list[Report]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", default=os.urandom(3).hex(), help="what the rounds are drawn from")
-    parser.add_argument("--rounds", type=int, default=100, metavar="N")
-    parser.add_argument("--round", type=int, metavar="N", help="this one alone")
+    parser.add_argument("--seed", default=os.urandom(3).hex(), help="seed of the faults (default: random)")
+    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="number of rounds (default: 100)")
+    parser.add_argument("--round", type=int, metavar="N", help="play only round N")
     args = parser.parse_args()
     numbers = range(args.rounds) if args.round is None else range(args.round, args.round + 1)
     print(f"seed {args.seed}", flush=True)
@@ -50,10 +50,10 @@ def main() -> int:
         reports = rounds(args.seed, numbers, folder)
     broken = [r for r in reports if r.broken]
     kinds = collections.Counter(f.kind for r in reports for f in r.plan.faults)
-    told = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
+    counts = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
     print(
         f"seed {args.seed}: {len(reports) - len(broken)} of {len(reports)} rounds held, "
-        f"{clock.monotonic() - started:.0f} s; faults: {told}"
+        f"{clock.monotonic() - started:.0f} s; faults: {counts}"
     )
     return 1 if broken else 0
 

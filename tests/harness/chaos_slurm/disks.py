@@ -1,4 +1,4 @@
-"""Disks of a storm: a small one for each home, in a file, filled up or read-only for a while. Needs root."""
+"""Disks of a storm: a small disk image per home, which can be full or read-only for a while. Needs root."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 from tests.harness.chaos_slurm import testbed
 
 SIZE_MIB = 256
-INODES = 16384  # many more than a run has files, and few enough to be used up in a second
+INODES = 16384  # far more than the files of a run, and few enough to use up in a second
 
 
 def _mount(*argv: str) -> None:
-    done = testbed.run(*argv)
-    if done.returncode:
-        raise testbed.TestbedFailed(f"{' '.join(argv)}: {done.stderr}")
+    result = testbed.run(*argv)
+    if result.returncode:
+        raise testbed.TestbedFailed(f"{' '.join(argv)}: {result.stderr}")
 
 
 @contextmanager
 def disk(folder: Path) -> Iterator[Path]:
-    """A disk of its own at ``folder``, which must not exist yet."""
+    """Mount a separate disk at ``folder``, which must not exist."""
     folder.mkdir(parents=True)
     image = folder.with_suffix(".image")
     with image.open("wb") as f:
         f.truncate(SIZE_MIB << 20)
-    # Not a disk in memory: submit knows that other nodes could not see one.
+    # Not a tmpfs, which submit rejects because other nodes cannot see it.
     _mount("mkfs.ext4", "-q", "-F", "-m", "0", "-N", str(INODES), "-O", "^has_journal", str(image))
     _mount("mount", "-o", "loop", str(image), str(folder))
     try:
@@ -40,7 +40,7 @@ def disk(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """No byte is left on the disk that ``folder`` lies on."""
+    """Fill the disk of ``folder`` completely."""
     filler = folder / "filler"
     try:
         with filler.open("wb", buffering=0) as f:
@@ -62,7 +62,7 @@ def _fill(file: FileIO, block: bytes) -> None:
 
 @contextmanager
 def no_inodes(folder: Path) -> Iterator[None]:
-    """No file can be made on the disk that ``folder`` lies on; there is room in those that exist."""
+    """Use up the inodes of the disk of ``folder``: no file can be created, but existing files can grow."""
     fillers = folder / "fillers"
     fillers.mkdir()
     try:
@@ -76,7 +76,7 @@ def no_inodes(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Whatever is opened in ``folder`` from now on cannot be written; what is open already still can."""
+    """Make ``folder`` read-only; files that are already open remain writable."""
     _mount("mount", "--bind", str(folder), str(folder))
     try:
         _mount("mount", "-o", "remount,ro,bind", str(folder))

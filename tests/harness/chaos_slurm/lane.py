@@ -1,5 +1,5 @@
-"""One run after the other, and the rounds that hit it: each does one fault to a run that trains, sees it go on or end,
-and checks what must hold."""
+"""Successive runs and their rounds: each injects one fault into a run that trains, waits until the run continues or
+ends, and checks the invariants."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typing import TYPE_CHECKING, Any
 from clustertrain import clock
 from clustertrain.run.state import CANCELLED, COMPLETED, FAILED, FINAL
 from tests.harness.chaos_slurm import invariants, testbed
-from tests.harness.chaos_slurm.acts import OTHER_LIMIT, Deed, Fault
-from tests.harness.chaos_slurm.faults import OF_MOMENT, kind_of
-from tests.harness.chaos_slurm.patience import Stopped, pause, wait_until
+from tests.harness.chaos_slurm.actions import OTHER_LIMIT, Fault, Injection
+from tests.harness.chaos_slurm.faults import MOMENT_ENDINGS, resolve_kind
 from tests.harness.chaos_slurm.rounds import SHAPES, Plan, Report
-from tests.harness.chaos_slurm.subject import BEGIN_S, LIMIT, LOOK_S, PACE_S, TOTAL, Subject, send
+from tests.harness.chaos_slurm.subject import LIMIT, PACE_S, QUERY_INTERVAL_S, START_TIMEOUT_S, TOTAL, Subject, send
+from tests.harness.chaos_slurm.waiting import Stopped, pause, wait_until
 
 if TYPE_CHECKING:
     from tests.harness.chaos_slurm.storm import Storm
 
-ROUNDS_A_RUN = 7
-WAITING_PACE_S = 1.0  # a step of a run that waits for its next round
-AFTERMATH_S = 300.0  # for a run to go on after a fault, or to end
-UNHARMED_S = 8.0  # after a fault that a run may outlast
-END_S = 300.0  # for the last steps of a run that nothing happens to
-GONE_S = 90.0  # for the processes of an attempt that is over
+ROUNDS_PER_RUN = 7
+IDLE_PACE_S = 1.0  # per step of a run that waits for its next round
+OUTCOME_TIMEOUT_S = 300.0  # for a run to continue or end after a fault
+SURVIVAL_S = 8.0  # an attempt that trains this long after a fault has survived it
+FINISH_TIMEOUT_S = 300.0  # for the last steps of an undisturbed run
+EXIT_TIMEOUT_S = 90.0  # for the processes of an ended attempt
 HELD_BY_SLURM = re.compile("launch failed")
 
 
 class Broken(AssertionError):
-    """Something that must hold does not."""
+    """A violated invariant."""
 
 
 @dataclass
-class Life:
-    """A run and what has been done to it: by attempt the endings that are true of it."""
+class RunHistory:
+    """A run, its faults so far, and the correct endings of its attempts."""
 
     subject: Subject
     allowed: dict[int, set[str]] = field(default_factory=dict)
     rounds: int = 0
-    lost_rank_dirs: int = 0
+    orphaned_rank_dirs: int = 0
     cut_off: set[int] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)  # violations that have been told
+    known: set[str] = field(default_factory=set)  # violations that have been reported
 
     def allow(self, first: int, endings: frozenset[str]) -> None:
         for n in range(first, self.subject.claimed() + 1):
@@ -52,7 +52,7 @@ class Life:
 
 
 class Lane(threading.Thread):
-    """One run after the other of one shape, and the rounds that hit it."""
+    """Thread with successive runs of one shape, and their rounds."""
 
     def __init__(self, storm: Storm, number: int, plans: Sequence[Plan]) -> None:
         super().__init__(name=f"lane-{number}", daemon=True)
@@ -60,18 +60,18 @@ class Lane(threading.Thread):
         self.shape = SHAPES[number]
         self.title = f"storm{number}"
         self.home = storm.home(number)
-        self.life: Life | None = None
+        self.history: RunHistory | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
             for plan in self.plans:
-                self.storm.tell(self.round(plan))
-            if self.life is not None:
-                self.storm.tell(self.last(self.plans[-1]))
+                self.storm.add_report(self.round(plan))
+            if self.history is not None:
+                self.storm.add_report(self.finish_last(self.plans[-1]))
         except Stopped:
             pass
-        except Exception as e:  # the edge of a thread: the storm's own thread raises it
+        except Exception as e:  # the storm's main thread raises it
             self.error = e
 
     # -- rounds
@@ -94,8 +94,8 @@ class Lane(threading.Thread):
         report.wall_s = clock.monotonic() - started
         return report
 
-    def last(self, plan: Plan) -> Report:
-        """What is left of the last run is brought to its end."""
+    def finish_last(self, plan: Plan) -> Report:
+        """Finish the last run."""
         report = Report(plan, after=True)
         try:
             with self.storm.turns.take(False):
@@ -111,50 +111,50 @@ class Lane(threading.Thread):
     def play(self, plan: Plan, report: Report) -> None:
         report.story.append("before the fault:")
         with self.storm.turns.take(False):
-            self.living(report).subject.pace(WAITING_PACE_S)
-        with self.storm.turns.take(kind_of(plan.fault).alone):
-            life = self.living(report)
+            self.find_training_run(report).subject.pace(IDLE_PACE_S)
+        with self.storm.turns.take(resolve_kind(plan.fault).whole_cluster):
+            history = self.find_training_run(report)
             report.story.remove("before the fault:")
-            report.run = life.subject.id
-            self.hit(plan.fault, life, report)
+            report.run = history.subject.id
+            self.hit(plan.fault, history, report)
 
-    def hit(self, fault: Fault, life: Life, report: Report) -> None:
-        subject, kind = life.subject, kind_of(fault)
-        hit = self.arrive(fault, life)
-        life.allow(hit, kind.endings)
-        deed = Deed(subject, fault, report.story)
+    def hit(self, fault: Fault, history: RunHistory, report: Report) -> None:
+        subject, kind = history.subject, resolve_kind(fault)
+        hit = self.wait_for_moment(fault, history)
+        history.allow(hit, kind.endings)
+        injection = Injection(subject, fault, report.story)
         since = clock.monotonic()
-        subject.pace(PACE_S + fault.seconds / TOTAL)  # so that it is not over by then
-        kind.act(deed)
+        subject.pace(PACE_S + fault.seconds / TOTAL)  # so that the run does not end meanwhile
+        kind.act(injection)
         subject.pace(PACE_S)
         if fault.kind == "partition node":
-            life.cut_off.add(hit)
-        life.lost_rank_dirs += deed.lost_rank_dirs
-        life.rounds += 1
-        state = self.aftermath(subject, hit, since, kind.harmless or not deed.reached, report)
-        life.allow(hit, kind.endings)
+            history.cut_off.add(hit)
+        history.orphaned_rank_dirs += injection.orphaned_rank_dirs
+        history.rounds += 1
+        state = self.wait_for_outcome(subject, hit, since, kind.harmless or not injection.reached, report)
+        history.allow(hit, kind.endings)
         report.story.append(f"attempt {hit} -> {state}")
         if fault.kind == "lower time limit":
-            deed.slurm("scontrol", "update", f"jobid={subject.job_id()}", f"TimeLimit={LIMIT}")
-        self.judge(life, deed, state, report)
+            injection.slurm("scontrol", "update", f"jobid={subject.job_id()}", f"TimeLimit={LIMIT}")
+        self.judge(history, injection, state, report)
 
-    def living(self, report: Report) -> Life:
-        """A run that trains and has committed something since it last began."""
-        if self.life is not None and (self.life.rounds >= ROUNDS_A_RUN or self.life.subject.excluded()):
+    def find_training_run(self, report: Report) -> RunHistory:
+        """Return a run that trains and has committed a checkpoint since its last start."""
+        if self.history is not None and (self.history.rounds >= ROUNDS_PER_RUN or self.history.subject.excluded()):
             self.finish(report)
         while True:
-            if self.life is None:
-                self.life = Life(Subject(self.title, self.shape, self.home, self.storm.logs))
-            self.life.subject.pace(PACE_S)
-            if self.life.subject.trains_or_ends() not in FINAL:
-                return self.life
+            if self.history is None:
+                self.history = RunHistory(Subject(self.title, self.shape, self.home, self.storm.logs))
+            self.history.subject.pace(PACE_S)
+            if self.history.subject.wait_until_training_or_ended() not in FINAL:
+                return self.history
             self.finish(report)
 
-    def arrive(self, fault: Fault, life: Life) -> int:
-        """Wait for the fault's moment; the attempt that it hits."""
-        subject, n = life.subject, life.subject.claimed()
+    def wait_for_moment(self, fault: Fault, history: RunHistory) -> int:
+        """Wait for the moment of the fault and return the attempt that it hits."""
+        subject, n = history.subject, history.subject.claimed()
         if fault.moment != "training":
-            life.allow(n, OF_MOMENT[fault.moment])
+            history.allow(n, MOMENT_ENDINGS[fault.moment])
             subject.call("requeue", subject.id)
         if fault.moment == "stopping":
             wait_until(subject.run.attempt(n).stop_request.exists, 60.0, 0.05)
@@ -164,130 +164,136 @@ class Lane(threading.Thread):
             pause(8.0 * fault.pick)
         return subject.claimed()
 
-    def aftermath(self, subject: Subject, hit: int, since: float, harmless: bool, report: Report) -> str:
-        """How it goes on: the run's final state, or ``attempt N`` that trains."""
-        acted, seen, next_look = clock.monotonic(), "", 0.0
-        deadline = acted + AFTERMATH_S
+    def wait_for_outcome(self, subject: Subject, hit: int, since: float, harmless: bool, report: Report) -> str:
+        """Wait for the outcome and return it: the run's final state, or ``attempt N`` for one that trains."""
+        injected_at, outcome, next_query = clock.monotonic(), "", 0.0
+        deadline = injected_at + OUTCOME_TIMEOUT_S
 
         def settled() -> bool:
-            nonlocal seen, next_look
+            nonlocal outcome, next_query
             newest = max(subject.attempt(), hit)
             last = subject.last_step(newest)
             if last is not None and newest > hit and last["start"] > since:
-                seen = f"attempt {newest}"
-            elif last is not None and harmless and last["start"] > acted + UNHARMED_S:
-                seen = f"attempt {newest}, unharmed"
-            elif clock.monotonic() > next_look:
-                next_look = clock.monotonic() + LOOK_S
+                outcome = f"attempt {newest}"
+            elif last is not None and harmless and last["start"] > injected_at + SURVIVAL_S:
+                outcome = f"attempt {newest}, unharmed"
+            elif clock.monotonic() > next_query:
+                next_query = clock.monotonic() + QUERY_INTERVAL_S
                 status = subject.status()
-                seen = status["state"] if status["state"] in FINAL else ""
+                outcome = status["state"] if status["state"] in FINAL else ""
                 self.release(status, report)
-            return bool(seen)
+            return bool(outcome)
 
         if not wait_until(settled, deadline - clock.monotonic(), 0.5):
-            raise Broken(f"neither trains nor has ended {AFTERMATH_S:g} s later: {subject.status()['state']}")
-        return seen
+            raise Broken(f"neither trains nor has ended after {OUTCOME_TIMEOUT_S:g} s: {subject.status()['state']}")
+        return outcome
 
     def release(self, status: Mapping[str, Any], report: Report) -> None:
-        """Where Slurm could not start a job, it holds it (22.05, where a node comes back from DOWN at once). Only its
-        owner can go on, and ``status`` must say how."""
+        """Release a job that Slurm holds because it could not start it (22.05, if a node returns from DOWN at once).
+
+        Only its owner can release it, and ``status`` must print the command.
+        """
         if not HELD_BY_SLURM.search(status["pending_reason"] or ""):
             return
         command = status["continue_command"]
         assert command == f"scontrol release {status['job_id']}"
         report.story.append(f"{command}: {testbed.run(*command.split()).returncode}")
 
-    # -- what must hold
+    # -- invariants
 
-    def judge(self, life: Life, deed: Deed, state: str, report: Report) -> None:
-        subject, kind = life.subject, kind_of(deed.fault)
-        report.broken += deed.broken + self.check(life)
-        if deed.other_limit and state not in FINAL and (limit := testbed.limit(subject.job_id())) != OTHER_LIMIT:
-            report.broken.append(f"requeue with a limit of {OTHER_LIMIT} min was accepted, and it is {limit} min")
+    def judge(self, history: RunHistory, injection: Injection, state: str, report: Report) -> None:
+        subject, kind = history.subject, resolve_kind(injection.fault)
+        report.broken += injection.broken + self.check(history)
+        if injection.other_limit and state not in FINAL and (limit := testbed.limit(subject.job_id())) != OTHER_LIMIT:
+            report.broken.append(
+                f"requeue with a limit of {OTHER_LIMIT} min was accepted, but the limit is {limit} min"
+            )
         if state == COMPLETED:
             self.finish(report)
-        elif deed.cancelled and state != CANCELLED:
-            raise Broken(f"cancelled, and the run goes on: {state}")
+        elif injection.cancelled and state != CANCELLED:
+            raise Broken(f"the run was cancelled but continues: {state}")
         elif state in (FAILED, CANCELLED):
             by_hand = kind.cancels if state == CANCELLED else kind.by_hand
             if not by_hand:
-                why = [a["stopped"] or a["reason"] for a in subject.status()["attempts"]][-1:]
-                raise Broken(f"the run is {state}, which nobody asked for: {why}")
-            if deed.accepted:
-                raise Broken(f"{len(deed.accepted)} requeue accepted, and the run is {state}")
+                reasons = [a["stopped"] or a["reason"] for a in subject.status()["attempts"]][-1:]
+                raise Broken(f"the run is {state} without a request: {reasons}")
+            if injection.accepted:
+                raise Broken(f"{len(injection.accepted)} requeues were accepted, but the run is {state}")
             self.continue_by_hand(subject, state, report)
 
-    def check(self, life: Life) -> list[str]:
-        subject = life.subject
+    def check(self, history: RunHistory) -> list[str]:
+        subject = history.subject
         lines, status = subject.lines(), subject.status()
-        found = invariants.overlaps(lines, life.cut_off) + invariants.lost_steps(lines)
-        found += invariants.late_commits(lines, subject.commits())
-        found += invariants.untrue_endings(status["attempts"], life.allowed, lines, TOTAL)
+        violations = invariants.overlaps(lines, history.cut_off) + invariants.lost_steps(lines)
+        violations += invariants.late_commits(lines, subject.commits())
+        violations += invariants.wrong_endings(status["attempts"], history.allowed, lines, TOTAL)
         newest = subject.attempt()
-        if not wait_until(lambda: not invariants.processes_left(subject.path, before=newest), GONE_S, 1.0):
-            found += invariants.processes_left(subject.path, before=newest)
-        fresh = [words for words in found if words not in life.known]
-        life.known.update(fresh)
-        return fresh
+        if not wait_until(lambda: not invariants.remaining_processes(subject.path, before=newest), EXIT_TIMEOUT_S, 1.0):
+            violations += invariants.remaining_processes(subject.path, before=newest)
+        new = [violation for violation in violations if violation not in history.known]
+        history.known.update(new)
+        return new
 
     def continue_by_hand(self, subject: Subject, state: str, report: Report) -> None:
-        """What ``status`` says to type is typed."""
+        """Type the command that ``status`` prints."""
         if state == FAILED and "clustertrain requeue" not in subject.call("status", subject.id).stdout:
-            report.broken.append("the run has failed, and `status` does not say how to continue it")
+            report.broken.append("the run has failed, but `status` does not print how to continue it")
         n, since = subject.claimed(), clock.monotonic()
-        done = subject.call("requeue", subject.id)
-        report.story.append(f"requeue by hand: {done.returncode}")
-        if done.returncode:
-            raise Broken(f"requeue of a run that is {state}: {done.returncode}\n{done.stdout}{done.stderr}")
-        report.story.append(f"went on as {self.aftermath_of_requeue(subject, n, since)}")
+        result = subject.call("requeue", subject.id)
+        report.story.append(f"requeue by hand: {result.returncode}")
+        if result.returncode:
+            raise Broken(f"requeue of a run that is {state}: {result.returncode}\n{result.stdout}{result.stderr}")
+        report.story.append(f"continued as {self.wait_for_requeue(subject, n, since)}")
 
-    def aftermath_of_requeue(self, subject: Subject, n: int, since: float) -> str:
-        if not wait_until(lambda: subject.attempt() > n and subject.last_step(subject.attempt()) is not None, BEGIN_S):
-            raise Broken("requeue was accepted, and the run does not train")
+    def wait_for_requeue(self, subject: Subject, n: int, since: float) -> str:
+        if not wait_until(
+            lambda: subject.attempt() > n and subject.last_step(subject.attempt()) is not None, START_TIMEOUT_S
+        ):
+            raise Broken("requeue was accepted, but the run does not train")
         return f"attempt {subject.attempt()}"
 
     def finish(self, report: Report) -> None:
-        """The run is over or comes to its end undisturbed, and is then compared with one that nothing happened to."""
-        assert self.life is not None
-        life = self.life
-        subject = life.subject
+        """Let the run complete undisturbed, and compare it with an undisturbed run."""
+        assert self.history is not None
+        history = self.history
+        subject = history.subject
         report.run = subject.id
         subject.pace(0.0)
-        wait_until(lambda: subject.status()["state"] in FINAL, END_S, 1.0)
+        wait_until(lambda: subject.status()["state"] in FINAL, FINISH_TIMEOUT_S, 1.0)
         state = subject.status()["state"]
-        report.broken += self.check(life)
+        report.broken += self.check(history)
         if state != COMPLETED:
-            raise Broken(f"{subject.id} was left alone and is {state}")
+            raise Broken(f"{subject.id} was undisturbed but is {state}")
         digest = subject.call("checkpoint", "digest", subject.id).stdout.strip()
-        if digest != (wanted := self.storm.undisturbed(subject)):
-            report.broken.append(f"{subject.id} ended with digest {digest}, undisturbed {wanted}")
-        if not wait_until(lambda: not self.left(life), GONE_S, 1.0):
-            report.broken += self.left(life)
+        if digest != (expected := self.storm.undisturbed(subject)):
+            report.broken.append(f"{subject.id} ended with digest {digest}, undisturbed {expected}")
+        if not wait_until(lambda: not self.find_leftovers(history), EXIT_TIMEOUT_S, 1.0):
+            report.broken += self.find_leftovers(history)
         report.story.append(f"{subject.id} completed in {len(subject.status()['attempts'])} attempts")
-        self.life = None
+        self.history = None
 
-    def left(self, life: Life) -> list[str]:
-        subject = life.subject
+    def find_leftovers(self, history: RunHistory) -> list[str]:
+        subject = history.subject
         jobs = [f"job {i} in the queue" for i in testbed.queue(subject.job_ids())]
-        processes = invariants.processes_left(subject.path)
-        return jobs + processes + invariants.files_left(subject.path, life.lost_rank_dirs)
+        processes = invariants.remaining_processes(subject.path)
+        return jobs + processes + invariants.remaining_files(subject.path, history.orphaned_rank_dirs)
 
-    def evidence(self) -> list[str]:
-        assert self.life is not None
-        subject = self.life.subject
+    def describe_run(self) -> list[str]:
+        assert self.history is not None
+        subject = self.history.subject
         status = subject.call("status", subject.id)
         log = subject.run.job_log
         jobs = log.read_text(errors="replace").splitlines()[-25:] if log.exists() else []
         return [*status.stdout.splitlines(), "--- job.log", *jobs]
 
-    def give_up(self, report: Report, why: Exception) -> None:
-        """End a run that cannot go on, so that the next round has a sound one."""
-        found = isinstance(why, AssertionError)  # else something that nobody has thought of
-        report.broken.append(str(why) if found else "".join(traceback.format_exception(why)))
-        if self.life is None:
+    def give_up(self, report: Report, error: Exception) -> None:
+        """Cancel a run that cannot continue, so that the next round gets a new one."""
+        is_violation = isinstance(error, AssertionError)  # otherwise an unexpected error
+        report.broken.append(str(error) if is_violation else "".join(traceback.format_exception(error)))
+        if self.history is None:
             return
-        report.story += self.evidence()
-        subject, self.life = self.life.subject, None
+        report.story += self.describe_run()
+        subject, self.history = self.history.subject, None
         with self.storm.turns.take(False):
             subject.call("cancel", subject.id)
             testbed.run("scancel", *subject.job_ids())

@@ -1,4 +1,4 @@
-"""The rounds of a storm: which fault hits which run follows from the seed and the round's number."""
+"""The rounds of a storm: seed and round number determine which fault hits which run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tests.harness.chaos_slurm.acts import Fault
+from tests.harness.chaos_slurm.actions import Fault
 from tests.harness.chaos_slurm.faults import draw
 from tests.harness.chaos_slurm.subject import Shape
 
-# The runs that are alive at a time. Each has its nodes for itself, and the cluster one more.
+# Shapes of the concurrent runs. They share no nodes, and the cluster has one spare node.
 SHAPES = (Shape(2, 1), Shape(1, 2))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A round, by its number. Which of the runs it hits follows from the number, so that a run meets the same faults
-    whenever a seed is played; the moments at which they meet it vary with the machine."""
+    """The plan of a round.
+
+    The number determines which run it hits, so that a run gets the same faults whenever a seed is replayed; their exact
+    moments vary with the machine.
+    """
 
     seed: str
     number: int
@@ -35,7 +38,7 @@ def plan_of(seed: str, number: int, only: Collection[str] = ()) -> Plan:
 
 @dataclass
 class Report:
-    """``broken``: what does not hold. ``after``: not of a round, but of the last run's end after the last one."""
+    """Outcome of a round, with violations in ``broken``; ``after``: of finishing the last run, after all rounds."""
 
     plan: Plan
     after: bool = False

@@ -1,8 +1,8 @@
-"""The training script of a storm. Beside its session it keeps a log of its own, by which the storm's invariants are
-checked: a line when a rank begins, with the newest committed step at that moment, and a line a step.
+"""The training script of a storm. In addition to the session's files it writes a log, from which the invariants are
+checked: one line at the start of a rank, with the newest committed step at that moment, and one line per step.
 
-Arguments: a folder for the logs, and how many steps. The file ``pace`` in the run's part of that folder has the seconds
-that a step sleeps.
+Arguments: a folder for the logs, and the number of steps. The file ``pace`` in the run's subfolder contains the seconds
+that each step sleeps.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import clustertrain as ct
 
 EVERY = 5
-TIMEOUT_S = 30.0  # after which a rank no longer waits for another one
+TIMEOUT_S = 30.0  # timeout of collectives
 
 run = Path(os.environ["CLUSTERTRAIN_RUN_DIR"])
 folder, total = Path(sys.argv[1], run.name), int(sys.argv[2])

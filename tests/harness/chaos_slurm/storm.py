@@ -1,4 +1,4 @@
-"""All rounds of a storm, a thread for each of the runs that are alive at a time."""
+"""All rounds of a storm, with one thread per concurrent run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from clustertrain import clock
 from tests.harness.chaos_slurm import disks, testbed
 from tests.harness.chaos_slurm.lane import Lane
-from tests.harness.chaos_slurm.patience import Stopped, Turns, pause, stop
 from tests.harness.chaos_slurm.rounds import SHAPES, Plan, Report
 from tests.harness.chaos_slurm.subject import SCRIPT, Subject
+from tests.harness.chaos_slurm.waiting import Stopped, Turns, pause, stop
 from tests.ranks.rank_pool import CONTEXT, undisturbed
 
-ROUND_S = 1800.0  # more than all the deadlines of a round together
+ROUND_S = 1800.0  # more than the sum of all timeouts of a round
 STOP_S = 20.0  # for the threads of an interrupted storm
-CONTEXT.set_forkserver_preload(["torch", "clustertrain.train.trainer"])  # no more than the script needs
+CONTEXT.set_forkserver_preload(["torch", "clustertrain.train.trainer"])  # only what the script needs
 
 
 class Storm:
@@ -27,11 +27,11 @@ class Storm:
         self.folder, self.plans = folder, plans
         self.logs, self.broken = folder / "logs", folder / "broken"
         self.logs.mkdir(parents=True)
-        shutil.copy(SCRIPT, self.logs)  # into no repository, all of which would be part of each run
+        shutil.copy(SCRIPT, self.logs)  # outside of the repository, which each run would otherwise snapshot
         self.turns = Turns()
         self.reports: list[Report] = []
-        self.told_at = clock.monotonic()
-        self._printing, self._twin = threading.Lock(), threading.Lock()
+        self.last_report_at = clock.monotonic()
+        self._printing, self._reference = threading.Lock(), threading.Lock()
 
     def home(self, lane: int) -> Path:
         return self.folder / f"home{lane}"
@@ -44,7 +44,12 @@ class Storm:
             yield
 
     def play(self) -> None:
-        """All rounds. Raises TestbedFailed where the testbed does, Stopped on a Ctrl-C or if a round does not end."""
+        """Play all rounds.
+
+        Raises:
+            TestbedFailed: the testbed failed.
+            Stopped: Ctrl-C was pressed, or a round did not end.
+        """
         lanes = [Lane(self, i, [p for p in self.plans if p.lane == i]) for i in range(len(SHAPES))]
         lanes = [lane for lane in lanes if lane.plans]
         for lane in lanes:
@@ -52,7 +57,7 @@ class Storm:
         try:
             while any(lane.is_alive() for lane in lanes):
                 pause(0.5)
-                if clock.monotonic() - self.told_at > ROUND_S:
+                if clock.monotonic() - self.last_report_at > ROUND_S:
                     faulthandler.dump_traceback(all_threads=True)
                     raise Stopped(f"no round has ended for {ROUND_S:g} s")
                 if any(lane.error for lane in lanes):
@@ -67,23 +72,23 @@ class Storm:
                 raise lane.error
 
     def undisturbed(self, subject: Subject) -> str:
-        with self._twin:
-            return undisturbed(subject.path, self.folder / f"alone-{subject.id}")
+        with self._reference:
+            return undisturbed(subject.path, self.folder / f"undisturbed-{subject.id}")
 
     def keep(self, run: Path, plan: Plan) -> None:
-        """What a person may want to look at later: the run's folder, its ranks' logs and the cluster's."""
+        """Copy the evidence of a violation: the run folder, and the logs of its ranks and of Slurm."""
         folder = self.broken / f"round-{plan.number}"
         for source, name in ((run, "run"), (self.logs / run.name, "steps"), (Path(testbed.STATE, "log"), "slurm")):
-            with suppress(OSError):  # a file that goes away meanwhile; the others are copied all the same
+            with suppress(OSError):  # a file may disappear meanwhile; the others are copied
                 shutil.copytree(source, folder / name, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
-    def tell(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         with self._printing:
             self.reports.append(report)
-            self.told_at = clock.monotonic()
+            self.last_report_at = clock.monotonic()
             verdict = "BROKEN" if report.broken else "held"
-            what = "the last run's end" if report.after else str(report.plan.fault)
-            head = f"{report.plan.number} {verdict} {report.run}: {what}"
+            title = "the last run's end" if report.after else str(report.plan.fault)
+            head = f"{report.plan.number} {verdict} {report.run}: {title}"
             print(f"{head} [{report.wall_s:.0f} s]", flush=True)
             for line in report.story:
                 print(f"    {line}", flush=True)

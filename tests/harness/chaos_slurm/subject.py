@@ -1,4 +1,4 @@
-"""A run that the storm hits: its log, its processes, its commands, all seen without the session's own files."""
+"""A run of the storm: its log, processes and commands, observed without the session's own files."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
 from clustertrain.scheduler.run_status import run_status
 from tests.harness.chaos_slurm import testbed
-from tests.harness.chaos_slurm.patience import wait_until
+from tests.harness.chaos_slurm.waiting import wait_until
 from tests.runs import CLI
 
 SCRIPT = Path(__file__).with_name("script.py")
 TOTAL = 300
 PACE_S = 0.05
 LIMIT = 120  # minutes
-BEGIN_S = 240.0  # for a run to train after it was submitted
-FINAL_S = 120.0  # for a run that has been cancelled or has lost its batch process
-LOOK_S = 3.0  # between two questions to Slurm
-COMMAND_S = 240.0  # of one of our commands; with slurmctld away they wait for it
+START_TIMEOUT_S = 240.0  # for a submitted run to train
+END_TIMEOUT_S = 120.0  # for a run that was cancelled or lost its batch process
+QUERY_INTERVAL_S = 3.0  # between two queries of Slurm
+COMMAND_TIMEOUT_S = 240.0  # for a clustertrain command, which waits for slurmctld
 
 
 @dataclass(frozen=True)
 class Shape:
     nodes: int
-    ranks: int  # a node
+    ranks: int  # per node
 
     @property
     def world(self) -> int:
@@ -46,37 +46,37 @@ class Shape:
 
 class Subject:
     def __init__(self, name: str, shape: Shape, home: Path, logs: Path) -> None:
-        """Submits a run of this shape into ``home``; its ranks log into a folder of ``logs``."""
+        """Submit a run of this shape into ``home``; its ranks log into a subfolder of ``logs``."""
         self.shape, self.home = shape, home
         argv = ["--nodes", shape.nodes, "--gpus", shape.ranks, "--cpus-per-gpu", 1, "--layout", "ddp", "--name", name]
         argv += ["--time", LIMIT, "--max-requeues", 1000, "--sbatch", "exclusive"]
-        done = self.call("submit", "--json", *map(str, argv), str(logs / SCRIPT.name), str(logs), str(TOTAL))
-        if done.returncode:
-            raise testbed.TestbedFailed(f"submit: {done.returncode}\n{done.stdout}{done.stderr}")
-        submitted = json.loads(done.stdout)
+        result = self.call("submit", "--json", *map(str, argv), str(logs / SCRIPT.name), str(logs), str(TOTAL))
+        if result.returncode:
+            raise testbed.TestbedFailed(f"submit: {result.returncode}\n{result.stdout}{result.stderr}")
+        submitted = json.loads(result.stdout)
         self.id, self.path = str(submitted["run"]), Path(submitted["run_dir"])
         self.run = RunDir(self.path)
         self.log = logs / self.id
         self.log.mkdir()
 
-    # -- what it does
+    # -- progress
 
     def pace(self, seconds: float) -> None:
         fsio.write_text(self.log / "pace", str(seconds))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines of the ranks' logs; a rank that was killed may have cut its last one."""
+        """Return all lines of the ranks' logs, without a last line that a kill has truncated."""
         return read_lines(self.log)
 
     def attempt(self) -> int:
-        """The newest one whose ranks have begun, or 0."""
+        """Return the newest attempt whose ranks have started, or 0."""
         return max((_number(p) for p in self.log.glob("attempt-*")), default=0)
 
     def claimed(self) -> int:
         return max((a.n for a in self.run.attempts()), default=0)
 
     def last_step(self, attempt: int) -> dict[str, Any] | None:
-        """The newest line of a step of that attempt, whichever rank's."""
+        """Return the newest step line of any rank of ``attempt``."""
         steps = [line for line in read_lines(self.log, attempt) if "step" in line]
         return max(steps, key=lambda line: line["end"], default=None)
 
@@ -84,67 +84,67 @@ class Subject:
         return max(self.run.committed_steps(), default=0)
 
     def commits(self) -> dict[int, list[dict[str, Any]]]:
-        """The events of commits, by attempt."""
+        """Return the checkpoint events by attempt."""
         logs = {a.n: events.for_attempt(a) for a in self.run.attempts()}
         return {n: list(events.filter_by_name(log, "checkpoint")) for n, log in logs.items()}
 
     def progressed(self) -> bool:
-        """The newest attempt has done steps and committed one of them."""
+        """Return whether the newest attempt has trained and committed a step."""
         newest = self.attempt()
         if newest == 0 or newest < self.claimed():
             return False
         steps = [line["step"] for line in read_lines(self.log, newest) if "step" in line]
         return bool(steps) and self.committed() >= min(steps)
 
-    def trains_or_ends(self) -> str:
-        """Waits until it has progressed or is over; returns its state."""
-        state, next_look = "unknown", 0.0
+    def wait_until_training_or_ended(self) -> str:
+        """Wait until the run has progressed or ended, and return its state."""
+        state, next_query = "unknown", 0.0
 
-        def holds() -> bool:
-            nonlocal state, next_look
-            if not self.progressed() and clock.monotonic() < next_look:
+        def is_settled() -> bool:
+            nonlocal state, next_query
+            if not self.progressed() and clock.monotonic() < next_query:
                 return False
-            next_look, state = clock.monotonic() + LOOK_S, str(self.status()["state"])
+            next_query, state = clock.monotonic() + QUERY_INTERVAL_S, str(self.status()["state"])
             return self.progressed() or state in FINAL
 
-        assert wait_until(holds, BEGIN_S), f"{self.id} is {state} and does not train"
+        assert wait_until(is_settled, START_TIMEOUT_S), f"{self.id} is {state} and does not train"
         return state
 
     def status(self) -> dict[str, Any]:
         return status_json(run_status(self.run))
 
     def nodes(self) -> list[str]:
-        """Of the newest attempt."""
+        """Return the nodes of the newest attempt."""
         return list(attempts.load_attempt(self.run, self.run.attempt(self.claimed())).nodes)
 
     def excluded(self) -> bool:
-        """A node was lost, which no later job of the run may have."""
+        """Return whether a lost node is excluded from later jobs of the run."""
         return "exclude" in attempts.load_submit_options(self.run)
 
     def job_id(self) -> str:
         return str(self.status()["job_id"])
 
     def wait_for_end(self) -> None:
-        """Until the run is over, or another attempt has begun."""
+        """Wait until the run has ended or another attempt has started."""
         n = self.claimed()
-        wait_until(lambda: self.claimed() > n or self.status()["state"] in FINAL, FINAL_S, 1.0)
+        wait_until(lambda: self.claimed() > n or self.status()["state"] in FINAL, END_TIMEOUT_S, 1.0)
 
     def job_ids(self) -> list[str]:
         return attempts.list_job_ids(self.run)
 
-    # -- its processes
+    # -- processes
 
     def processes(self, *, attempt: int | None = None, node: str | None = None) -> list[psutil.Process]:
-        """The living ones, by their environment."""
+        """Return the living processes of the run, identified by their environment."""
         return [p for p, env in processes_of(self.path) if _fits(env, attempt, node)]
 
-    def named(self, what: str, node: str | None = None) -> list[psutil.Process]:
-        """``batch``, ``agent``, ``rank``, ``torchrun`` or ``srun``."""
-        found = [p for p in self.processes(node=node) if _is(p, what)]
-        # A rank's own children look like it.
-        return [p for p in found if _parent(p) not in {q.pid for q in found}]
+    def named(self, role: str, node: str | None = None) -> list[psutil.Process]:
+        """Return the processes of one role: ``batch``, ``agent``, ``rank``, ``torchrun`` or ``srun``."""
+        matches = [p for p in self.processes(node=node) if _is(p, role)]
+        # Children of a rank have the same command line.
+        return [p for p in matches if _parent(p) not in {q.pid for q in matches}]
 
-    # -- its commands
+    # -- commands
 
     def start(self, *argv: str) -> subprocess.Popen[str]:
         return start(self.home, *argv)
@@ -160,13 +160,13 @@ def start(home: Path, *argv: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Its end; a command that does not come to one is killed, and its exit code is then that of the signal."""
+    """Wait for a command; if it does not end in time, kill it, which determines its exit code."""
     try:
-        out, err = process.communicate(timeout=COMMAND_S)
+        out, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        err += f"\nno end within {COMMAND_S:g} s"
+        err += f"\ntimed out after {COMMAND_TIMEOUT_S:g} s"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -180,7 +180,7 @@ def _number(path: Path) -> int:
 
 
 def processes_of(run: Path) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-    """The living processes that were started for a run, with their environment."""
+    """Iterate over the living processes of a run and their environments."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             env = process.environ()
@@ -201,24 +201,24 @@ def _parent(process: psutil.Process) -> int | None:
         return None
 
 
-def _is(process: psutil.Process, what: str) -> bool:
+def _is(process: psutil.Process, role: str) -> bool:
     try:
-        words = process.cmdline()
+        argv = process.cmdline()
     except psutil.Error:
         return False
-    if what == "srun":
-        return bool(words) and Path(words[0]).name == "srun"
-    wanted = {
+    if role == "srun":
+        return bool(argv) and Path(argv[0]).name == "srun"
+    expected = {
         "batch": ["-m", "clustertrain", "batch"],
         "agent": ["-m", "clustertrain", "agent"],
         "rank": ["-m", "clustertrain", "train"],
-        "torchrun": ["torch.distributed.run"],  # behind agent/tied and its argument
-    }[what]
-    return any(words[i : i + len(wanted)] == wanted for i in range(1, 6))
+        "torchrun": ["torch.distributed.run"],  # after agent/tied and its argument
+    }[role]
+    return any(argv[i : i + len(expected)] == expected for i in range(1, 6))
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> list[int]:
-    """The pids that were there to get it."""
+    """Send a signal and return the pids that it reached."""
     reached = []
     for process in processes:
         with suppress(psutil.Error):

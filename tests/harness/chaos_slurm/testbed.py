@@ -1,4 +1,4 @@
-"""The testbed of a storm: brought up, its daemons and nodes killed and brought back, its queue read."""
+"""The testbed of a storm: start and stop it, kill and restart daemons and nodes, and read its queue."""
 
 from __future__ import annotations
 
@@ -18,39 +18,38 @@ from tests.paths import ROOT
 FOLDER = ROOT / "slurm" / "testbed"
 STATE = os.environ.get("CLUSTERTRAIN_TESTBED_DIR", "/var/tmp/clustertrain-testbed")
 CANNOT_RUN = 77
-NOT_THERE = 3  # of status: no testbed at all
-COMMAND_S = 60.0
-GONE_S = 60.0
-TRIES = 3  # on a busy machine a node may take longer to come back than the testbed waits
+NO_TESTBED = 3  # exit status of `status`: there is no testbed
+COMMAND_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 60.0
+TRIES = 3  # on a busy machine, a node may take longer to return than the testbed waits
 
 
 class TestbedFailed(RuntimeError):
-    """The testbed, not what is tested on it."""
+    """A failure of the testbed, not of what is tested on it."""
 
 
-def run(*argv: str, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             argv, text=True, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as e:
-        return subprocess.CompletedProcess(argv, 124, "", f"no end within {e.timeout:g} s")
+        return subprocess.CompletedProcess(argv, 124, "", f"timed out after {e.timeout:g} s")
 
 
 def _testbed(command: str, *argv: str) -> None:
     for _ in range(TRIES):
-        done = run(str(FOLDER / command), *argv, timeout_s=300.0)
-        if done.returncode in (0, CANNOT_RUN):
+        result = run(str(FOLDER / command), *argv, timeout_s=300.0)
+        if result.returncode in (0, CANNOT_RUN):
             break
-    if done.returncode:
-        raise TestbedFailed(f"{command} {' '.join(argv)}: {done.returncode}\n{done.stdout}{done.stderr}")
+    if result.returncode:
+        raise TestbedFailed(f"{command} {' '.join(argv)}: {result.returncode}\n{result.stdout}{result.stderr}")
 
 
 @contextmanager
 def testbed() -> Iterator[None]:
-    """Up while the context lasts, and this process's environment is that of its user. It is down afterwards unless it
-    was up before."""
-    was = run(str(FOLDER / "status")).returncode
+    """Keep the testbed up, with its user's environment in this process; stop it afterwards unless it was up before."""
+    before = run(str(FOLDER / "status")).returncode
     try:
         _testbed("up")
         script = '. "$1" && env -0'
@@ -58,21 +57,21 @@ def testbed() -> Iterator[None]:
         os.environ.update(entry.split("=", 1) for entry in out.stdout.split("\0") if "=" in entry)
         yield
     finally:
-        _testbed("down" if was == NOT_THERE else "up")
+        _testbed("down" if before == NO_TESTBED else "up")
 
 
 def repair() -> None:
-    """Start what does not run, and wait until it answers."""
+    """Start whatever does not run, and wait until it answers."""
     _testbed("up")
 
 
 def node(action: str, name: str) -> None:
-    """``kill``, ``partition`` or ``heal``; ``kill-slurmd`` or ``start-slurmd``."""
+    """Change a node; ``action`` is ``kill``, ``partition``, ``heal``, ``kill-slurmd`` or ``start-slurmd``."""
     _testbed("node", action, name)
 
 
 def kill_daemon(name: str) -> None:
-    """``slurmctld``, ``slurmdbd`` or ``munged``, which the next repair starts."""
+    """Kill ``slurmctld``, ``slurmdbd`` or ``munged``; the next :func:`repair` starts it."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if (
@@ -83,36 +82,36 @@ def kill_daemon(name: str) -> None:
 
 
 def queue(job_ids: Sequence[str]) -> list[str]:
-    """Those of the jobs that are not over."""
+    """Return those of ``job_ids`` that are still in the queue."""
     return [i for i in run("squeue", "-h", "-o", "%i").stdout.split() if i in job_ids]
 
 
 def minutes_run(job_id: str) -> int:
-    """Whole minutes since the job's start."""
+    """Return the whole minutes since the job's start."""
     return _minutes(job_id, "%M")
 
 
 def limit(job_id: str) -> int:
-    """The job's time limit, in minutes."""
+    """Return the job's time limit in minutes."""
     return _minutes(job_id, "%l")
 
 
-def _minutes(job_id: str, what: str) -> int:
-    found = re.fullmatch(
-        r"(?:(?:(\d+)-)?(\d+):)?(\d+):\d+", run("squeue", "-h", "-j", job_id, "-o", what).stdout.strip()
+def _minutes(job_id: str, column: str) -> int:
+    match = re.fullmatch(
+        r"(?:(?:(\d+)-)?(\d+):)?(\d+):\d+", run("squeue", "-h", "-j", job_id, "-o", column).stdout.strip()
     )
-    days, hours, minutes = (int(x or 0) for x in found.groups()) if found else (0, 0, 0)
+    days, hours, minutes = (int(x or 0) for x in match.groups()) if match else (0, 0, 0)
     return (days * 24 + hours) * 60 + minutes
 
 
 def preempt(nodes: Sequence[str]) -> str:
-    """A job of the high partition takes the nodes for a moment; what it printed."""
+    """Preempt ``nodes`` with a short job of the high partition, and return the output of sbatch."""
     argv = ["-p", "high", "-w", ",".join(nodes), f"-N{len(nodes)}", "--exclusive", "-o", "/dev/null"]
     return run("sbatch", *argv, "-J", "preemptor", "-t", "1", "--wrap", "true").stderr
 
 
 def end_jobs(names: Sequence[str]) -> None:
-    """End all jobs of these names, and wait until they are gone."""
+    """Cancel all jobs with these names and wait until they have left the queue."""
     argv = ["-n", ",".join(names)]
     run("scancel", *argv)
-    clock.wait_until(lambda: not run("squeue", "-h", *argv).stdout.strip(), GONE_S, 1.0)
+    clock.wait_until(lambda: not run("squeue", "-h", *argv).stdout.strip(), EXIT_TIMEOUT_S, 1.0)

@@ -1,4 +1,4 @@
-"""All classes of input by name."""
+"""All input classes by name."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import sys
 
 from tests.harness.fuzz.inputs import (
     commands,
+    concurrent_changes,
     documents,
-    meanwhile,
+    environments,
     outputs,
     repositories,
     requeues,
     run_files,
     scripts,
-    surroundings,
     tables,
 )
 from tests.harness.fuzz.play import InputClass, Played, play
 from tests.harness.fuzz.sandbox import sandbox
 
 CLASSES: dict[str, InputClass] = {
-    of.name: of
+    input_class.name: input_class
     for module in (
         documents,
         commands,
@@ -28,24 +28,24 @@ CLASSES: dict[str, InputClass] = {
         tables,
         repositories,
         scripts,
-        surroundings,
+        environments,
         outputs,
         requeues,
-        meanwhile,
+        concurrent_changes,
     )
-    for of in module.CLASSES
+    for input_class in module.CLASSES
 }
 
 
 def shares(inputs: int, names: list[str]) -> dict[str, int]:
-    """How many of ``inputs`` each class gets: in the square root of its speed, so that slow ones still get many."""
+    """Return how many of ``inputs`` each class gets: in proportion to the square root of its speed."""
     weights = {name: CLASSES[name].cost_ms ** -0.5 for name in names}
-    whole = sum(weights.values())
-    return {name: max(1, round(inputs * weight / whole)) for name, weight in weights.items()}
+    total = sum(weights.values())
+    return {name: max(1, round(inputs * weight / total)) for name, weight in weights.items()}
 
 
 def play_class(name: str, seed: int, inputs: int, until: float | None = None) -> Played:
-    """Up to ``inputs`` of the class, in a sandbox of their own."""
-    sys.dont_write_bytecode = True  # a module compiled on import is no write of the input
+    """Play up to ``inputs`` inputs of a class in a new sandbox."""
+    sys.dont_write_bytecode = True  # a module compiled on import is not a write of the input
     with sandbox() as box:
         return play(CLASSES[name], box, seed=seed, inputs=inputs, until=until)

@@ -1,8 +1,8 @@
-"""Watches one call: no traceback, no hang, no canary struck, nothing written, executed or unpickled that must not be.
+"""Judge of one call: no traceback, no hang, no executed input, no write outside the sandbox, no unpickling.
 
-The call runs in this process, so that 100,000 of them take minutes. CPython's audit events (PEP 578) report each file
-that it opens for writing, each program that it starts and each global that a pickle names. What is forbidden is stopped
-before it happens: the judge may run as root.
+The call runs in this process, so that 100,000 calls take minutes. CPython's audit events (PEP 578) report each file
+that it opens for writing, each path that it changes and each global that a pickle names. The hook raises before a
+forbidden operation happens, so the judge may run as root.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import clustertrain
 
 HANG_S = 10.0
 PACKAGE = Path(clustertrain.__file__).parent
-# Events whose arguments at these places are paths that the call changes.
-WRITES = {
+# Events, and the positions of their arguments that are changed paths.
+PATH_EVENTS = {
     "os.mkdir": (0,),
     "os.rename": (0, 1),
     "os.link": (1,),
@@ -35,13 +35,13 @@ WRITES = {
     "os.truncate": (0,),
     "shutil.rmtree": (0,),
 }
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-HARMLESS = ("/dev/null", "/dev/tty")
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+ALLOWED_FILES = ("/dev/null", "/dev/tty")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``where`` is what makes two faults the same one: the kind, and the innermost place in the package."""
+    """A fault; two faults with the same kind and ``where``, the innermost frame in the package, are the same."""
 
     kind: str  # traceback, hang, canary, outside, pickle, exit, raw, leak
     where: str
@@ -52,7 +52,7 @@ class Fault:
 
 
 class FaultFound(AssertionError):
-    """An AssertionError, so that Hypothesis takes it for a failed example and reduces the input."""
+    """Error that carries a fault; an AssertionError, so that Hypothesis reduces the input."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -60,16 +60,16 @@ class FaultFound(AssertionError):
 
 
 class Forbidden(BaseException):
-    """Raised inside of the call. Not an Exception: no handler of the program may swallow it."""
+    """Error raised inside of the call; not an Exception, so that no handler of the program catches it."""
 
 
-class _TookTooLong(BaseException):
+class _Timeout(BaseException):
     pass
 
 
 @dataclass
 class Watch:
-    """What one call may write, and what it did that it must not."""
+    """Folders that one call may write to, and its faults."""
 
     roots: tuple[str, ...]
     faults: list[Fault] = field(default_factory=list)
@@ -81,11 +81,11 @@ class Watch:
 
     def writes(self, path: Any) -> None:
         name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else None
-        if name is None or name.startswith("/proc/self/fd/"):  # a descriptor: it was judged when it was opened
+        if name is None or name.startswith("/proc/self/fd/"):  # a descriptor, which was judged when it was opened
             return
         parent, leaf = os.path.split(os.path.abspath(name))  # noqa: PTH100 - must not follow the last part
         real = os.path.join(os.path.realpath(parent), leaf)  # noqa: PTH118
-        if real not in HARMLESS and not f"{real}{os.sep}".startswith(self.roots):
+        if real not in ALLOWED_FILES and not f"{real}{os.sep}".startswith(self.roots):
             self.forbid("outside", f"writes {real}")
 
 
@@ -99,11 +99,11 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "open":
         path, _, flags = args
-        if flags is not None and flags & WRITING:
+        if flags is not None and flags & WRITE_FLAGS:
             watch.writes(path)
-    elif event in WRITES:
-        for place in WRITES[event]:
-            watch.writes(args[place])
+    elif event in PATH_EVENTS:
+        for position in PATH_EVENTS[event]:
+            watch.writes(args[position])
     elif event == "pickle.find_class":
         watch.forbid("pickle", f"unpickles {args[0]}.{args[1]}")
     elif event == "os.system":
@@ -112,11 +112,14 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watching(roots: Sequence[Path], hang_s: float = HANG_S) -> Iterator[Watch]:
-    """Judge what the block does. At its end a fault that it committed is raised as FaultFound.
+    """Judge the block.
 
     Args:
-        roots: the folders that it may write into.
+        roots: folders that it may write to.
         hang_s: seconds after which it counts as hanging.
+
+    Raises:
+        FaultFound: the block committed a fault.
     """
     global _current, _hooked  # noqa: PLW0603 - an audit hook can be added and never removed
     if not _hooked:
@@ -125,24 +128,24 @@ def watching(roots: Sequence[Path], hang_s: float = HANG_S) -> Iterator[Watch]:
     watch = Watch(tuple(f"{os.path.realpath(root)}/" for root in roots))
     stuck: list[str] = []
 
-    def ring(_: int, frame: FrameType | None) -> None:
+    def on_alarm(_: int, frame: FrameType | None) -> None:
         stuck.append(_innermost(traceback.extract_stack(frame)))
-        raise _TookTooLong
+        raise _Timeout
 
-    before = signal.signal(signal.SIGALRM, ring)
-    # Again each second: code that swallows the first alarm hangs on.
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    # Repeated each second, because code may catch the first alarm.
     signal.setitimer(signal.ITIMER_REAL, hang_s, 1.0)
     _current = watch
     try:
         yield watch
-    except (Forbidden, _TookTooLong):
+    except (Forbidden, _Timeout):
         pass
     except FaultFound as e:
         watch.faults.append(e.fault)
     except BaseException as e:
-        found = traceback.extract_tb(e.__traceback__)
+        frames = traceback.extract_tb(e.__traceback__)
         text = "".join(traceback.format_exception(e)[-12:])
-        watch.faults.append(Fault("traceback", f"{type(e).__name__} {_innermost(found)}", text))
+        watch.faults.append(Fault("traceback", f"{type(e).__name__} {_innermost(frames)}", text))
     finally:
         _current = None
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -154,9 +157,9 @@ def watching(roots: Sequence[Path], hang_s: float = HANG_S) -> Iterator[Watch]:
 
 
 def _innermost(frames: traceback.StackSummary) -> str:
-    """The deepest place in the package; of code that never was in it the deepest one at all."""
-    own = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or [
+    """Return the innermost frame in the package, or the innermost one if none is in the package."""
+    candidates = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or [
         f for f in frames if f.filename != __file__
     ]
-    last = own[-1]
+    last = candidates[-1]
     return f"{Path(last.filename).name}:{last.lineno} {last.name}"

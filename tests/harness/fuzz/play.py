@@ -1,4 +1,4 @@
-"""Plays the inputs of a class: Hypothesis draws them from a seed, and reduces one that fails to a small one."""
+"""Play the inputs of a class: Hypothesis draws them from a seed and reduces an input that shows a fault."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ CHUNK = 250
 
 @dataclass(frozen=True)
 class InputClass:
-    """One kind of input: what draws it, and what hands it to the program in a sandbox.
+    """A class of inputs.
 
-    ``cost`` is how many milliseconds one takes, about: a run with a number of inputs gives each class its part,
-    and dear ones fewer.
+    Attributes:
+        inputs: returns the strategy that draws an input.
+        play: passes an input to the program in a sandbox.
+        cost_ms: approximate milliseconds per input; expensive classes get fewer inputs.
     """
 
     name: str
@@ -35,7 +37,7 @@ class InputClass:
 
 @dataclass
 class Found:
-    """A fault with the smallest input that showed it, and the seed of its chunk."""
+    """A fault, the smallest input that shows it, and the seed of its chunk."""
 
     fault: Fault
     input: Any
@@ -48,60 +50,60 @@ class Played:
     inputs: int = 0
     seconds: float = 0.0
     found: list[Found] = field(default_factory=list)
-    exits: dict[int, int] = field(default_factory=dict)  # calls by exit status: how far the inputs came
+    exits: dict[int, int] = field(default_factory=dict)  # number of calls by exit status
 
 
-def play(of: InputClass, box: Sandbox, *, seed: int, inputs: int, until: float | None = None) -> Played:
-    """Up to ``inputs`` of the class, in chunks with a seed each: ``seed`` and the ones after it.
+def play(input_class: InputClass, box: Sandbox, *, seed: int, inputs: int, until: float | None = None) -> Played:
+    """Play up to ``inputs`` inputs of the class, in chunks with successive seeds.
 
     Args:
-        until: by the monotonic clock; no chunk begins after it.
+        until: monotonic time after which no chunk starts.
     """
-    played = Played(of.name)
-    began = clock.monotonic()
+    played = Played(input_class.name)
+    start = clock.monotonic()
     known: set[str] = set()
     while played.inputs < inputs and (until is None or clock.monotonic() < until):
         size = min(CHUNK, inputs - played.inputs)
-        _chunk(of, box, seed, size, known, played)
+        _chunk(input_class, box, seed, size, known, played)
         seed += 1
-    played.seconds = clock.monotonic() - began
+    played.seconds = clock.monotonic() - start
     played.exits = dict(sorted(box.exits.items()))
     return played
 
 
-def _chunk(of: InputClass, box: Sandbox, seed: int, size: int, known: set[str], played: Played) -> None:
-    """The same fault again is no news: what is known by its place is let through, so that the rest is seen."""
+def _chunk(input_class: InputClass, box: Sandbox, seed: int, size: int, known: set[str], played: Played) -> None:
+    """Play one chunk; ignore faults that are already known, so that Hypothesis continues with the other inputs."""
     last: dict[str, Any] = {}
 
-    def one(drawn: Any) -> None:
+    def play_input(drawn: Any) -> None:
         played.inputs += 1
         try:
-            of.play(box, drawn)
+            input_class.play(box, drawn)
         except FaultFound as e:
             if f"{e.fault.kind} {e.fault.where}" in known:
                 return
             last.update(input=drawn, fault=e.fault)
             raise
 
-    begun, counted = played.inputs, size
-    while played.inputs - begun < counted:
-        left = counted - (played.inputs - begun)
+    inputs_before, target = played.inputs, size
+    while played.inputs - inputs_before < target:
+        remaining = target - (played.inputs - inputs_before)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", errors.HypothesisWarning)
-                _given(of, seed, left)(one)()
+                _given(input_class, seed, remaining)(play_input)()
         except (FaultFound, errors.FlakyFailure, errors.Flaky):
-            # Reducing played more inputs, which count for nothing.
+            # Inputs that were played for the reduction do not count.
             fault = last["fault"]
             known.add(f"{fault.kind} {fault.where}")
             played.found.append(Found(fault, last["input"], seed))
-            played.inputs = begun + counted
+            played.inputs = inputs_before + target
         else:
-            if played.inputs - begun < counted:  # the class has no more different inputs
+            if played.inputs - inputs_before < target:  # the class has no further inputs
                 break
 
 
-def _given(of: InputClass, seed: int, size: int) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+def _given(input_class: InputClass, seed: int, size: int) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     def decorate(test: Callable[[Any], None]) -> Callable[[], None]:
         settings = hypothesis.settings(
             max_examples=size,
@@ -113,7 +115,7 @@ def _given(of: InputClass, seed: int, size: int) -> Callable[[Callable[[Any], No
             print_blob=False,
         )
         with contextlib.redirect_stdout(None):
-            made: Callable[[], None] = hypothesis.seed(seed)(settings(hypothesis.given(of.inputs())(test)))
-        return made
+            runnable: Callable[[], None] = hypothesis.seed(seed)(settings(hypothesis.given(input_class.inputs())(test)))
+        return runnable
 
     return decorate

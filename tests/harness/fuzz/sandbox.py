@@ -1,4 +1,4 @@
-"""Where one process plays its inputs: a site with a home, a profile, fake Slurm commands, and traps."""
+"""The sandbox in which one process plays its inputs: folders, fake Slurm commands and traps."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from unittest import mock
 from clustertrain.cli.main import main
 from tests.harness.fuzz.judge import Fault, FaultFound, watching
 
-# Stands for the file that only executed input creates.
+# Placeholder for the path of the canary, a file that only executed input creates.
 CANARY = "@CANARY@"
-# What must never leave the file that it is in.
+# Content that must never be copied to another file.
 SECRET = "s3cr3t-b9c41f"
 EXIT_CODES = frozenset({0, 1, 2, 75, 78, 93})
-# ESC and its relatives, DEL, C1, and what turns the direction of text: a terminal acts on them.
+# Characters that a terminal acts on: C0 and C1 controls, DEL, and those that change the direction of text.
 RAW = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# Prints what :meth:`Sandbox.answer` has set for the command, or for the command with one of its arguments.
+# Prints the answer that :meth:`Sandbox.answer` has set for the command, or for the command with one of its arguments.
 SLURM = """#!/bin/sh
 [ "$1" = --version ] && echo slurm-wlm 22.05.8 && exit 0
-cd {answers} || {{ {otherwise}; }}
+cd {answers} || {{ {default}; }}
 for word in "$@" ''; do
-    said={name}.$word
-    [ -f "${{said%.}}" ] || continue
-    cat "${{said%.}}"
+    answer={name}.$word
+    [ -f "${{answer%.}}" ] || continue
+    cat "${{answer%.}}"
     cat errors >&2
     exit "$(cat status)"
 done
-{otherwise}
+{default}
 """
-OTHERWISE = {
+DEFAULT_ACTIONS = {
     "sbatch": "echo 4711; exit 0",
     "squeue": "exit 0",
     "scontrol": "exit 1",
@@ -49,7 +49,9 @@ OTHERWISE = {
 
 
 @dataclass(frozen=True)
-class Said:
+class CallResult:
+    """Exit status and output of a call."""
+
     code: int
     out: str
     err: str
@@ -57,10 +59,10 @@ class Said:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """``site`` is the current folder of the calls, ``outside`` what they must leave as it is."""
+    """Folders of a sandbox: ``site`` is the current folder of the calls, and they must not change ``outside``."""
 
     root: Path
-    exits: Counter[int] = field(default_factory=Counter)  # how the calls ended
+    exits: Counter[int] = field(default_factory=Counter)  # number of calls by exit status
 
     @property
     def site(self) -> Path:
@@ -76,17 +78,17 @@ class Sandbox:
 
     @property
     def canary(self) -> Path:
-        return self.root / "struck"
+        return self.root / "canary"
 
     def arm(self, text: str) -> str:
-        """``text`` with the path of the canary filled in."""
+        """Return ``text`` with the path of the canary filled in."""
         return text.replace(CANARY, str(self.canary))
 
     def arm_bytes(self, data: bytes) -> bytes:
         return data.replace(CANARY.encode(), str(self.canary).encode())
 
     def fresh(self, name: str) -> Path:
-        """The folder ``name`` of the site, empty. The path has no link that an input could have left."""
+        """Return the empty folder ``name`` of the site, without links that an earlier input has left."""
         folder = self.site / name
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
@@ -94,52 +96,57 @@ class Sandbox:
         folder.mkdir(parents=True)
         return folder
 
-    def answer(self, said: Mapping[str, bytes], errors: bytes, status: int) -> None:
-        """What Slurm's commands print from now on, by their names; `scontrol.node` is for calls with that
-        argument."""
+    def answer(self, outputs: Mapping[str, bytes], errors: bytes, status: int) -> None:
+        """Set the output of Slurm's commands, by name.
+
+        Args:
+            outputs: output by command; the key `scontrol.node` is for calls with the argument `node`.
+            errors: what all of them print to stderr.
+            status: the exit status of all of them.
+        """
         folder = self.root / "answers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        for name, text in said.items():
+        for name, text in outputs.items():
             (folder / name).write_bytes(text)
         (folder / "errors").write_bytes(errors)
         (folder / "status").write_text(str(status))
 
     def check(self) -> None:
-        """Raises FaultFound where a trap went off."""
+        """Raise FaultFound if input was executed or the outside folder was changed."""
         if self.canary.exists():
             self.canary.unlink()
             raise FaultFound(Fault("canary", "a canary", "input was executed"))
         if sorted(p.name for p in self.outside.iterdir()) != ["secret"]:
-            raise FaultFound(Fault("outside", "the folder beside", str(sorted(self.outside.iterdir()))))
+            raise FaultFound(Fault("outside", "the outside folder", str(sorted(self.outside.iterdir()))))
 
-    def call(self, argv: Sequence[str], *, terminal_safe: bool = False) -> Said:
-        """``clustertrain ARGV`` in this process, judged.
+    def call(self, argv: Sequence[str], *, terminal_safe: bool = False) -> CallResult:
+        """Run ``clustertrain ARGV`` in this process and judge it.
 
         Args:
-            terminal_safe: what it prints must hold nothing that a terminal acts on.
+            terminal_safe: whether control characters in its output count as a fault.
 
         Raises:
-            FaultFound: it misbehaved.
+            FaultFound: the call committed a fault.
         """
         out, err = io.BytesIO(), io.BytesIO()
-        # As Python's own: a command whose output cannot be encoded ends with a traceback.
+        # As in a real process, output that cannot be encoded ends with a traceback.
         stdout = io.TextIOWrapper(out, "utf-8", errors="strict", write_through=True)
         stderr = io.TextIOWrapper(err, "utf-8", errors="backslashreplace", write_through=True)
         code = self.run(argv, stdout, stderr)
-        said = Said(code, out.getvalue().decode(), err.getvalue().decode())
-        self.judge(argv, said, terminal_safe=terminal_safe)
-        return said
+        result = CallResult(code, out.getvalue().decode(), err.getvalue().decode())
+        self.judge(argv, result, terminal_safe=terminal_safe)
+        return result
 
     def run(self, argv: Sequence[str], stdout: TextIO | None, stderr: TextIO | None) -> int:
-        """As :meth:`call`, with these streams, and without a look at what was printed; returns the exit status."""
+        """Run a call with the given streams, without judging its output, and return the exit status."""
         code = 0
         with (
             mock.patch.object(sys, "argv", ["clustertrain", *(self.arm(word) for word in argv)]),
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),
             mock.patch.object(sys, "stdin", io.StringIO()),
-            # A command freezes what it has imported, since its process ends: here the garbage would stay.
+            # Commands freeze all objects, because their process ends soon; here the garbage would accumulate.
             mock.patch("gc.freeze"),
             watching([self.site, self.home]),
         ):
@@ -148,48 +155,48 @@ class Sandbox:
         self.check()
         return code
 
-    def judge(self, argv: Sequence[str], said: Said, *, terminal_safe: bool) -> None:
-        """Raises FaultFound where the exit status or what was printed is not as it must be."""
+    def judge(self, argv: Sequence[str], result: CallResult, *, terminal_safe: bool) -> None:
+        """Raise FaultFound if the exit status or the output is a fault."""
         verb = next((word for word in argv if word.isalpha()), "")
-        if said.code not in EXIT_CODES:
-            raise FaultFound(Fault("exit", verb, f"exit status {said.code}"))
-        if said.code == 2 and not said.err.strip():
-            raise FaultFound(Fault("exit", verb, "exit status 2 without a word"))
-        if "Traceback (most recent call last)" in said.err:
-            raise FaultFound(Fault("traceback", f"printed by {verb}", said.err[-3000:]))
-        raw = RAW.search(said.out + said.err) if terminal_safe else None
+        if result.code not in EXIT_CODES:
+            raise FaultFound(Fault("exit", verb, f"exit status {result.code}"))
+        if result.code == 2 and not result.err.strip():
+            raise FaultFound(Fault("exit", verb, "exit status 2 without a message"))
+        if "Traceback (most recent call last)" in result.err:
+            raise FaultFound(Fault("traceback", f"printed by {verb}", result.err[-3000:]))
+        raw = RAW.search(result.out + result.err) if terminal_safe else None
         if raw is not None:
             raise FaultFound(
-                Fault("raw", f"{verb} {raw[0]!r}", (said.out + said.err)[max(0, raw.start() - 60) :][:200])
+                Fault("raw", f"{verb} {raw[0]!r}", (result.out + result.err)[max(0, raw.start() - 60) :][:200])
             )
 
 
 @contextlib.contextmanager
 def sandbox() -> Iterator[Sandbox]:
-    """A sandbox in a temporary folder, entered: the current folder, the environment and `tempfile` are its own."""
+    """Enter a new sandbox, with a separate current folder, environment and temporary folder."""
     with tempfile.TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as name:
-        made = Sandbox(Path(name).resolve())
-        for folder in (made.site, made.home / "runs", made.outside, made.site / "tmp", made.root / "bin"):
+        box = Sandbox(Path(name).resolve())
+        for folder in (box.site, box.home / "runs", box.outside, box.site / "tmp", box.root / "bin"):
             folder.mkdir(parents=True)
-        (made.outside / "secret").write_text(SECRET)
-        (made.root / "answers").mkdir()
-        for command, otherwise in OTHERWISE.items():
-            path = made.root / "bin" / command
-            path.write_text(SLURM.format(name=command, answers=made.root / "answers", otherwise=otherwise))
+        (box.outside / "secret").write_text(SECRET)
+        (box.root / "answers").mkdir()
+        for command, default in DEFAULT_ACTIONS.items():
+            path = box.root / "bin" / command
+            path.write_text(SLURM.format(name=command, answers=box.root / "answers", default=default))
             path.chmod(0o755)
         env = {
-            "PATH": f"{made.root / 'bin'}:{os.environ['PATH']}",
-            "HOME": str(made.site),
-            "CLUSTERTRAIN_HOME": str(made.home),
-            "CLUSTERTRAIN_CLUSTER_PATH": str(made.site / "profiles"),
-            "XDG_CONFIG_HOME": str(made.site / "config"),
-            "XDG_CACHE_HOME": str(made.site / "cache"),
+            "PATH": f"{box.root / 'bin'}:{os.environ['PATH']}",
+            "HOME": str(box.site),
+            "CLUSTERTRAIN_HOME": str(box.home),
+            "CLUSTERTRAIN_CLUSTER_PATH": str(box.site / "profiles"),
+            "XDG_CONFIG_HOME": str(box.site / "config"),
+            "XDG_CACHE_HOME": str(box.site / "cache"),
             "COLUMNS": "100",
             "LANG": "C.UTF-8",
         }
         with (
             mock.patch.dict(os.environ, env, clear=True),
-            mock.patch.object(tempfile, "tempdir", str(made.site / "tmp")),
-            contextlib.chdir(made.site),
+            mock.patch.object(tempfile, "tempdir", str(box.site / "tmp")),
+            contextlib.chdir(box.site),
         ):
-            yield made
+            yield box

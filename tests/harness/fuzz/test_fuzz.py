@@ -1,10 +1,10 @@
-"""A fixed share of what `make fuzz` plays, with a fixed seed: a fault here comes from the change under test."""
+"""A small part of `make fuzz` with a fixed seed, so that a fault comes from the change under test."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.harness.fuzz.__main__ import apart
+from tests.harness.fuzz.__main__ import play_in_process
 from tests.harness.fuzz.catalog import CLASSES, shares
 
 SEED = 18
@@ -13,10 +13,13 @@ INPUTS = 1500  # of all classes together: a minute of one core
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CLASSES)
-def test_no_input_of_the_class_shows_a_fault(name: str) -> None:
+def test_inputs_of_each_class_show_no_fault(name: str) -> None:
     inputs = shares(INPUTS, list(CLASSES))[name]
-    played = apart(name, SEED, inputs, None)
+    played = play_in_process(name, SEED, inputs, None)
     assert played.inputs >= inputs
-    again = f"play it again: make fuzz FUZZ='--class {name} --seed"
-    shown = [f"{found.fault}\ninput: {repr(found.input)[:1000]}\n{again} {found.seed}'" for found in played.found]
-    assert not shown, "\n".join(shown)
+    replay = f"replay: make fuzz FUZZ='--class {name} --seed"
+    faults = [
+        f"{fault_found.fault}\ninput: {repr(fault_found.input)[:1000]}\n{replay} {fault_found.seed}'"
+        for fault_found in played.found
+    ]
+    assert not faults, "\n".join(faults)

@@ -19,53 +19,53 @@ from rich.table import Table
 
 from benchmarks import measure as benchmark
 from tests.harness.optimizers.cells import CELLS, LAYOUTS, LIMITS, STEPS
-from tests.harness.optimizers.measure import Outcome, under
+from tests.harness.optimizers.measure import Outcome, run_layout
 
 WIDTH = 100
 
 
-def shown(outcomes: Sequence[Outcome], layouts: Sequence[str], names: Sequence[str]) -> Table:
-    found = Table(title=f"Largest relative deviation of the loss from one process over {STEPS} steps", width=WIDTH)
+def build_table(outcomes: Sequence[Outcome], layouts: Sequence[str], names: Sequence[str]) -> Table:
+    table = Table(title=f"Largest relative deviation of the loss from one process over {STEPS} steps", width=WIDTH)
     for heading in ("layout", *names):
-        found.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold")
     by_cell = {(o.layout, o.optimizer): o for o in outcomes}
     for layout in layouts:
-        found.add_row(layout, *(_words(by_cell[layout, name]) for name in names))
-    found.add_section()
-    found.add_row("limit", *(f"{LIMITS[name]:.0e}" for name in names))
-    return found
+        table.add_row(layout, *(_format_cell(by_cell[layout, name]) for name in names))
+    table.add_section()
+    table.add_row("limit", *(f"{LIMITS[name]:.0e}" for name in names))
+    return table
 
 
-def _words(o: Outcome) -> str:
-    if o.loss is None:
+def _format_cell(outcome: Outcome) -> str:
+    if outcome.loss is None:
         return "refused"
-    return f"{o.loss:.0e}" if o.ok else f"{o.loss:.0e} OFF"
+    return f"{outcome.loss:.0e}" if outcome.ok else f"{outcome.loss:.0e} OFF"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.optimizers", description=__doc__.splitlines()[0])
     parser.add_argument("--layout", default="*", metavar="GLOB")
-    parser.add_argument("--only", default=",".join(CELLS), metavar="NAMES", help="separated by commas")
+    parser.add_argument("--only", default=",".join(CELLS), metavar="NAMES", help="optimizers, separated by commas")
     args = parser.parse_args()
     layouts = [name for name in LAYOUTS if fnmatch.fnmatch(name, args.layout)]
     names = [name for name in CELLS if name in args.only.split(",")]
     if not layouts or not names:
-        parser.error(f"nothing fits; layouts: {', '.join(LAYOUTS)}; optimizers: {', '.join(CELLS)}")
+        parser.error(f"no cell matches; layouts: {', '.join(LAYOUTS)}; optimizers: {', '.join(CELLS)}")
     context = benchmark.context(("clustertrain", "torch", "pytorch-optimizer", "torchao"))
     outcomes: list[Outcome] = []
     progress, console = Console(stderr=True), Console(width=WIDTH)
     with tempfile.TemporaryDirectory(prefix="optimizers-") as folder:
         for layout in layouts:
-            outcomes += under(layout, names, Path(folder, layout))
+            outcomes += run_layout(layout, names, Path(folder, layout))
             progress.print(f"{layout}: {sum(o.ok for o in outcomes if o.layout == layout)} of {len(names)} agree")
-    console.print(shown(outcomes, layouts, names))
-    off = [o for o in outcomes if not o.ok and not o.refused]
-    console.print(f"{len(outcomes) - len(off)} of {len(outcomes)} within their limits or refused")
+    console.print(build_table(outcomes, layouts, names))
+    too_far = [o for o in outcomes if not o.ok and not o.refused]
+    console.print(f"{len(outcomes) - len(too_far)} of {len(outcomes)} within their limits or refused")
     if (layouts, names) == (list(LAYOUTS), list(CELLS)):
         rows = [{**asdict(o), "limit": LIMITS[o.optimizer], "ok": o.ok} for o in outcomes]
         path = benchmark.write("optimizers", {**context, "steps": STEPS, "rows": rows})
         console.print(f"written to {path.relative_to(benchmark.ROOT)}")
-    return 1 if off else 0
+    return 1 if too_far else 0
 
 
 if __name__ == "__main__":

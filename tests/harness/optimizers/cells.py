@@ -16,7 +16,7 @@ SEQ_LEN = 16
 MODEL = {"dim": 24, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 64}
 DATA = {"seq_len": SEQ_LEN, "max_bytes": 50_000}
 
-# By name of the cell what its recipe has in [optim].
+# The [optim] table of the recipe, by name of the cell.
 CELLS: Mapping[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 3e-3},
     "adam": {"name": "adam", "lr": 3e-3},
@@ -47,8 +47,8 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
 }
 
-# The largest relative deviation of the loss in any step. Muon's iteration is in bf16, which rounds what the order of
-# summation has changed. SOAP rotates into eigenvectors, and those of a first gradient of low rank are arbitrary in its
-# null space: one process that takes the samples of a batch in another order is as far from itself. That the update of
-# shards is that of whole parameters bit by bit, given the same gradients, is tested by itself.
+# The largest relative deviation of the loss in any step. Muon iterates in bf16, which magnifies the effects of another
+# order of summation. SOAP rotates into eigenvectors, which are arbitrary in the null space of a first gradient of low
+# rank: one process with another order of samples in the batch deviates as much. A separate test checks that, given the same
+# gradients, updates of shards equal those of whole parameters.
 LIMITS: Mapping[str, float] = {**dict.fromkeys(CELLS, 2e-6), "muon": 1e-4, "soap": 1e-2}

@@ -24,8 +24,13 @@ SCRIPT = Path(__file__).with_name("script.py")
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss``: the largest relative deviation of the loss from one process in any step, ``norm``: that of the gradient
-    norm; None where it was ``refused``."""
+    """Outcome of a cell.
+
+    Attributes:
+        loss: largest relative deviation of the loss from one process in any step, None if refused.
+        norm: the same for the gradient norm.
+        refused: why the layout was refused, or empty.
+    """
 
     layout: str
     optimizer: str
@@ -38,29 +43,34 @@ class Outcome:
         return self.loss is not None and self.loss <= LIMITS[self.optimizer]
 
 
-def under(layout: str, names: Sequence[str], folder: Path) -> list[Outcome]:
-    """``folder`` must not exist yet; the run and its logs are left in it."""
-    found = _run(LAYOUTS[layout], names, folder)
-    reference = alone(tuple(names))
-    return [_judged(layout, name, found[name], reference[name]) for name in names]
+def run_layout(layout: str, names: Sequence[str], folder: Path) -> list[Outcome]:
+    """Run the optimizers ``names`` under ``layout`` in ``folder``, which must not exist and keeps the run."""
+    results = _run(LAYOUTS[layout], names, folder)
+    reference = run_single(tuple(names))
+    return [_compare(layout, name, results[name], reference[name]) for name in names]
 
 
 @functools.cache
-def alone(names: tuple[str, ...]) -> dict[str, Any]:
-    """On one process."""
-    with tempfile.TemporaryDirectory(prefix="alone-") as folder:
+def run_single(names: tuple[str, ...]) -> dict[str, Any]:
+    """Run the optimizers ``names`` on one process."""
+    with tempfile.TemporaryDirectory(prefix="single-") as folder:
         return _run(Layout(), names, Path(folder, "run"))
 
 
-def _judged(layout: str, name: str, found: dict[str, Any], wanted: dict[str, Any]) -> Outcome:
-    if "refused" in found:
-        return Outcome(layout, name, refused=found["refused"])
-    assert len(found["losses"]) == STEPS and wanted["losses"][-1] < wanted["losses"][0], (name, wanted)
-    return Outcome(layout, name, _apart(found["losses"], wanted["losses"]), _apart(found["norms"], wanted["norms"]))
+def _compare(layout: str, name: str, actual: dict[str, Any], expected: dict[str, Any]) -> Outcome:
+    if "refused" in actual:
+        return Outcome(layout, name, refused=actual["refused"])
+    assert len(actual["losses"]) == STEPS and expected["losses"][-1] < expected["losses"][0], (name, expected)
+    return Outcome(
+        layout,
+        name,
+        _largest_deviation(actual["losses"], expected["losses"]),
+        _largest_deviation(actual["norms"], expected["norms"]),
+    )
 
 
-def _apart(found: Sequence[float], wanted: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+def _largest_deviation(actual: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
 
 
 def _run(layout: Layout, names: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -79,7 +89,7 @@ def _run(layout: Layout, names: Sequence[str], folder: Path) -> dict[str, Any]:
     }
     fields = {f: getattr(layout, f) for f in Layout.__struct_fields__}
     fsio.write_json(run.plan, {"layout": fields, "batch": batch, "precision": "fp32"})
-    out = folder / "found.json"
+    out = folder / "results.json"
     with one_thread():
         ranks = Ranks(run, layout.world_size, argv=(str(SCRIPT), str(out), *names))
         assert not any(ranks.wait(300.0)), ranks.logs()

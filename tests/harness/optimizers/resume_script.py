@@ -1,5 +1,5 @@
-"""What each rank does: train a model with each of some optimizers, with checkpoints in ``FOLDER``, up to ``TOTAL``
-steps; leaves the losses of the steps that it did in ``OUT``. Arguments: FOLDER, TOTAL, OUT, then names."""
+"""A script that trains one model per optimizer up to step ``TOTAL``, with checkpoints in ``FOLDER``, and writes the
+loss and gradient norm of each step to ``OUT``. Arguments: FOLDER, TOTAL, OUT, then the optimizers' names."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ recipe, batch = load_spec(run).recipe, load_plan(run)[1]
 folder, total, out, names = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
 
 
-def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
-    """A model with its optimizer, by name in the state."""
+def build(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the train step and the checkpointed state of a model with the optimizer ``name``."""
     spec = OptimSpec(**CELLS[name])
     with torch.device("meta"):
         model: torch.nn.Module = Decoder(recipe.model)
-    # The last norm too, which is another stage's; what is frozen for good has no state and is in no norm.
+    # The unfrozen norm is in the last stage. Layers that stay frozen have no state and are not in the gradient norm.
     model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
     groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
-    get_runtime(session).state.train_step = None  # several models in one session, which no script has a use for
+    get_runtime(session).state.train_step = None  # several models in one session, which scripts cannot have
     optimizer = session.optimizer(
         spec.name, groups, **registry.build_options(spec, is_text=True, device=session.device)
     )
@@ -48,14 +48,14 @@ def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
     return get_runtime(session).state.train_step, state
 
 
-found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+results: dict[str, dict[str, list[float]]] = {name: {} for name in names}
 with ct.session(checkpoint_dir=folder) as session:
-    parts = {name: made(session, name) for name in names}
+    parts = {name: build(session, name) for name in names}
     state = {f"{key}-{name}": value for name, (_, part) in parts.items() for key, value in part.items()}
     for step in session.steps(total, state):
         for name, (get_runtime(session).state.train_step, part) in parts.items():
             part["schedule"].apply(part["optimizer"], step + 1)
-            done = session.train_step(next(part["data"]), cross_entropy, clip_norm=1.0)
-            found[name][str(step + 1)] = [float(done.loss), float(done.grad_norm)]
+            result = session.train_step(next(part["data"]), cross_entropy, clip_norm=1.0)
+            results[name][str(step + 1)] = [float(result.loss), float(result.grad_norm)]
     if session.is_main:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(results))

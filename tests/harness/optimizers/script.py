@@ -1,5 +1,5 @@
-"""What each rank of a run does: train the same tiny decoder with one optimizer after another, and leave the losses and
-gradient norms of each in ``OUT``, or why it was refused. Arguments: OUT, then names."""
+"""A training script that trains the same tiny decoder with one optimizer after another, and writes the losses and
+gradient norms of each, or why it was refused, to ``OUT``. Arguments: OUT, then the optimizers' names."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
 recipe, batch = load_spec(run).recipe, load_plan(run)[1]
 
 
-def trained(session: ct.Session, name: str) -> dict[str, Any]:
+def train(session: ct.Session, name: str) -> dict[str, Any]:
     spec = msgspec.structs.replace(recipe.optim, **CELLS[name])
     with torch.device("meta"):
         model: torch.nn.Module = Decoder(recipe.model)
-    get_runtime(session).state.train_step = None  # one optimizer after another, which no script has a use for
+    get_runtime(session).state.train_step = None  # several optimizers in one session, which scripts cannot have
     model = session.parallelize(model)
     groups = session.parameter_groups(spec.name, weight_decay=spec.weight_decay)
     session.optimizer(spec.name, groups, **registry.build_options(spec, is_text=True, device=session.device))
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     losses, norms = [], []
     for _ in range(STEPS):
-        done = session.train_step(next(data), cross_entropy, clip_norm=1.0)
-        losses.append(float(done.loss))
-        norms.append(float(done.grad_norm))
+        result = session.train_step(next(data), cross_entropy, clip_norm=1.0)
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
     return {"losses": losses, "norms": norms}
 
 
 out, names = Path(sys.argv[1]), sys.argv[2:]
-found: dict[str, Any] = {}
+results: dict[str, Any] = {}
 with ct.session() as session:
     for name in names:
         try:
-            found[name] = trained(session, name)
+            results[name] = train(session, name)
         except ClusterTrainError as e:
-            found[name] = {"refused": str(e)}
+            results[name] = {"refused": str(e)}
         except Exception:
             traceback.print_exc()
             raise
     if session.is_main:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(results))

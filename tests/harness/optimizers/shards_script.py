@@ -1,5 +1,5 @@
-"""What each rank does: update parameters that lie in shards, and the same whole on this rank alone, with gradients that
-are drawn and not computed; leaves in ``OUT`` by optimizer the largest difference and what it is of."""
+"""A script that updates sharded parameters, and whole copies of them on each rank, with the same random gradients. Each
+rank writes the largest difference and its parameter to ``OUT``, by optimizer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ STEPS = 4
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(512, 8)  # as many elements as 8-bit moments begin with
+        self.wide = nn.Linear(512, 8)  # just enough elements for 8-bit moments
         self.odd = nn.Linear(7, 5)  # shards of 2, 2, 1 and 0 rows
         self.norm = nn.LayerNorm(24)
-        self.gain = nn.Parameter(torch.ones(1))  # one element: the other ranks have none
+        self.gain = nn.Parameter(torch.ones(1))  # one element: the shards of the other ranks are empty
         self.thin = nn.Linear(24, 1, bias=False)
 
 
@@ -55,32 +55,34 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def built(session: ct.Session) -> Model:
+def build_model(session: ct.Session) -> Model:
     torch.manual_seed(5)
-    # Tensor parallel would make two parameters of one that two modules hold.
+    # Tensor parallelism would split a tied parameter into two.
     return Model(tied="tp" not in (session.mesh.mesh_dim_names or ()))
 
 
-def give(p: Any, whole: torch.Tensor) -> None:
+def set_grad(p: Any, whole: torch.Tensor) -> None:
     if not is_dtensor(p):
         p.grad = whole.clone()
         return
-    at = to_local_shard("", "optimizer", p)
-    local = whole[tuple(slice(s, s + n) for s, n in zip(at.start, at.local_tensor.shape, strict=True))].contiguous()
+    shard = to_local_shard("", "optimizer", p)
+    local = whole[
+        tuple(slice(s, s + n) for s, n in zip(shard.start, shard.local_tensor.shape, strict=True))
+    ].contiguous()
     p.grad = DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False)
 
 
 def difference(session: ct.Session, name: str) -> tuple[float, str]:
     spec = OptimSpec(**CELLS[name])
     options = registry.build_options(spec, is_text=True, device=session.device)
-    model, alone = session.parallelize(built(session)), built(session)
-    get_runtime(session).state.train_step = None  # one optimizer after another, which no script has a use for
+    model, whole_model = session.parallelize(build_model(session)), build_model(session)
+    get_runtime(session).state.train_step = None  # several optimizers in one session, which scripts cannot have
     optimizer = session.optimizer(spec.name, **options)
-    groups, known = ProcessGroups(None, None, None, None), build_param_table(alone)
+    groups, whole_table = ProcessGroups(None, None, None, None), build_param_table(whole_model)
     plain = build.build_optimizer(
-        spec.name, None, dict(options), model=alone, param_table=known, context=ALONE, groups=groups
+        spec.name, None, dict(options), model=whole_model, param_table=whole_table, context=ALONE, groups=groups
     )
-    pairs = list(zip(model.named_parameters(), alone.parameters(), strict=True))
+    pairs = list(zip(model.named_parameters(), whole_model.parameters(), strict=True))
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         for (n, p), q in pairs:
@@ -88,26 +90,30 @@ def difference(session: ct.Session, name: str) -> tuple[float, str]:
             if step == 2 and n.startswith("layers.0.odd"):
                 p.grad = q.grad = None  # not used in this step
             else:
-                give(p, whole)
+                set_grad(p, whole)
                 q.grad = whole.clone()
-        for made in (optimizer, plain):
-            for group in made.param_groups:
+        for optimizer_or_plain in (optimizer, plain):
+            for group in optimizer_or_plain.param_groups:
                 group["lr"] = spec.lr * (step + 1) / STEPS
-            made.step()
+            optimizer_or_plain.step()
     worst = (0.0, "")
     with torch.no_grad():
         for (n, p), q in pairs:
-            at = to_local_shard("", "optimizer", p)
-            here = tuple(slice(s, s + k) for s, k in zip(at.start, at.local_tensor.shape, strict=True))
-            apart = (
-                (at.local_tensor - q[here]).abs().max() / q.abs().max() if at.local_tensor.numel() else torch.zeros(())
+            shard = to_local_shard("", "optimizer", p)
+            local_slices = tuple(slice(s, s + k) for s, k in zip(shard.start, shard.local_tensor.shape, strict=True))
+            deviation = (
+                (shard.local_tensor - q[local_slices]).abs().max() / q.abs().max()
+                if shard.local_tensor.numel()
+                else torch.zeros(())
             )
-            worst = max(worst, (float(apart), n))
-    assert any(not torch.equal(q, r) for q, r in zip(alone.parameters(), built(session).parameters(), strict=True))
+            worst = max(worst, (float(deviation), n))
+    assert any(
+        not torch.equal(q, r) for q, r in zip(whole_model.parameters(), build_model(session).parameters(), strict=True)
+    )
     return worst
 
 
 with ct.session() as session:
-    found = {name: difference(session, name) for name in CELLS}
+    results = {name: difference(session, name) for name in CELLS}
     out = Path(sys.argv[1])
-    out.with_suffix(f".{session.rank}").write_text(json.dumps(found))
+    out.with_suffix(f".{session.rank}").write_text(json.dumps(results))

@@ -27,33 +27,35 @@ from tests.harness.parity.measure import Outcome, one_thread, run
 WIDTH = 80
 
 
-def number(value: float | None) -> str:
+def format_deviation(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def shown(outcomes: Sequence[Outcome]) -> Table:
-    found = Table(title="Largest relative deviation from one process over 20 steps", width=WIDTH, padding=(0, 0))
+def build_table(outcomes: Sequence[Outcome]) -> Table:
+    cells_table = Table(title="Largest relative deviation from one process over 20 steps", width=WIDTH, padding=(0, 0))
     for name in ("layout", "format", "mb", "ckpt", "opt", "rk", "s", "loss", "norm", "limits", ""):
-        found.add_column(name, justify="left" if name in ("layout", "format", "ckpt", "opt", "") else "right")
+        cells_table.add_column(name, justify="left" if name in ("layout", "format", "ckpt", "opt", "") else "right")
     for o in outcomes:
         c = o.cell
         limits = f"{c.limit.loss:.0e} {c.limit.norm:.0e}"
         row = (c.layout, c.precision, c.micro_batches, c.checkpointing[:4], c.optimizer, c.shape.world_size)
-        found.add_row(*map(str, row), f"{o.seconds:.1f}", number(o.loss), number(o.norm), limits, o.verdict)
-    return found
+        cells_table.add_row(
+            *map(str, row), f"{o.seconds:.1f}", format_deviation(o.loss), format_deviation(o.norm), limits, o.verdict
+        )
+    return cells_table
 
 
-def summary(outcomes: Sequence[Outcome]) -> Table:
-    """Layout by precision: the largest deviation of loss and norm in any of the cells."""
-    found = Table(title="Largest deviation by layout: loss, norm", width=WIDTH, padding=(0, 1))
-    found.add_column("layout")
+def build_summary(outcomes: Sequence[Outcome]) -> Table:
+    """Return a table of the largest deviations of loss and norm, by layout and precision."""
+    summary = Table(title="Largest deviation by layout: loss, norm", width=WIDTH, padding=(0, 1))
+    summary.add_column("layout")
     for precision in PRECISIONS:
-        found.add_column(precision)
+        summary.add_column(precision)
     for layout in LAYOUTS:
         of_layout = [o for o in outcomes if o.cell.layout == layout]
         if of_layout:
-            found.add_row(layout, *(_worst([o for o in of_layout if o.cell.precision == p]) for p in PRECISIONS))
-    return found
+            summary.add_row(layout, *(_worst([o for o in of_layout if o.cell.precision == p]) for p in PRECISIONS))
+    return summary
 
 
 def _worst(outcomes: Sequence[Outcome]) -> str:
@@ -61,25 +63,28 @@ def _worst(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return ""
     failed = len(outcomes) - len(measured)
-    words = f"{max(m[0] for m in measured):.1e}  {max(m[1] for m in measured):.1e}" if measured else ""
-    return f"{words} {failed} failed".strip() if failed else words
+    deviations = f"{max(m[0] for m in measured):.1e}  {max(m[1] for m in measured):.1e}" if measured else ""
+    return f"{deviations} {failed} failed".strip() if failed else deviations
 
 
 def floors() -> Table:
-    """Policy by setting of the optimizer. fp16: the largest over the sets of steps left out."""
-    found = Table(title="The reference from itself: loss, norm", width=WIDTH, padding=(0, 1))
-    found.add_column("policy")
+    """Return a table of the reference's deviation from itself, by policy and optimizer setting.
+
+    For fp16 it is the largest over all sets of skipped steps in ``reference.SKIPS``.
+    """
+    floor_table = Table(title="The reference from itself: loss, norm", width=WIDTH, padding=(0, 1))
+    floor_table.add_column("policy")
     for setting in OPTIMIZERS:
-        found.add_column(setting)
+        floor_table.add_column(setting)
     with one_thread():
         for policy in ("fp32", "bf16-autocast", "bf16-cast", "fp16-autocast", "fp16-cast"):
             skips = reference.SKIPS if policy.startswith("fp16") else reference.SKIPS[:1]
             cells = []
             for setting in OPTIMIZERS:
                 of_setting = [reference.floor(policy, setting, skipped) for skipped in skips]
-                cells.append("  ".join(number(max(side)) for side in zip(*of_setting, strict=True)))
-            found.add_row(policy, *cells)
-    return found
+                cells.append("  ".join(format_deviation(max(side)) for side in zip(*of_setting, strict=True)))
+            floor_table.add_row(policy, *cells)
+    return floor_table
 
 
 def as_json(o: Outcome) -> dict[str, Any]:
@@ -103,8 +108,12 @@ def measured(cells: Sequence[Cell], progress: Console) -> list[Outcome]:
         for i, cell in enumerate(cells):
             o = run(cell, Path(folder, str(i)))
             outcomes.append(o)
-            told = o.failure.splitlines()[0] if o.failure else f"loss {number(o.loss)} norm {number(o.norm)}"
-            line = f"{i + 1}/{len(cells)} {cell.id} {o.seconds:.1f} s: {o.verdict} {told}"
+            result = (
+                o.failure.splitlines()[0]
+                if o.failure
+                else f"loss {format_deviation(o.loss)} norm {format_deviation(o.norm)}"
+            )
+            line = f"{i + 1}/{len(cells)} {cell.id} {o.seconds:.1f} s: {o.verdict} {result}"
             progress.print(line, markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
@@ -118,14 +127,14 @@ def main() -> int:
     if args.floor:
         Console(width=WIDTH).print(floors())
         return 0
-    every = covering() if args.covering else table()
-    cells = [c for c in every if fnmatch.fnmatch(c.id, args.only)]
+    all_cells = covering() if args.covering else table()
+    cells = [c for c in all_cells if fnmatch.fnmatch(c.id, args.only)]
     if not cells:
-        parser.error(f"no cell fits {args.only!r}; the first is {every[0].id}")
+        parser.error(f"no cell fits {args.only!r}; the first is {all_cells[0].id}")
     context = benchmark.context(("clustertrain", "torch", "numpy"))
     outcomes = measured(cells, Console(stderr=True))
     console = Console(width=WIDTH)
-    console.print(shown(outcomes), summary(outcomes))
+    console.print(build_table(outcomes), build_summary(outcomes))
     outside = [o for o in outcomes if not o.ok]
     console.print(f"{len(outcomes) - len(outside)} of {len(outcomes)} cells within their limits")
     if cells == table():

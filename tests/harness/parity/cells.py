@@ -1,4 +1,4 @@
-"""The parity table: which layouts, crossed with what, and how far each cell may be from one process."""
+"""The parity table: layouts, crossed with other factors, and the largest allowed deviation from one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STEPS = 20
 FEW_STEPS = 6  # in the subset of the test suite
 GLOBAL_BATCH = 16
 SEQ_LEN = 16
-# Four layers, since an interleaved schedule on two ranks has four stages.
+# Four layers, because an interleaved schedule on two ranks has four stages.
 MODEL = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2}
 DATA = {"seq_len": SEQ_LEN, "max_bytes": 100_000}
-# Clipping hides a wrong scale from SGD as Adam's division does, so SGD goes without. Its rate is what one process alone
-# can bear: at 0.3 two references that differ in the order of a batch's samples drift apart by 2e-2 in the norm, at 0.03
-# by 9e-7 (docs/reference/parity.md), and only what a reference agrees upon with itself can be asked of a layout. fp16
-# has its own AdamW for the same reason: the ordinary one is up to 4e-1 from itself after steps that overflowed. With a
-# larger eps an update that is off by half is seen too.
+# Clipping would hide a wrong gradient scale from SGD, as Adam's division does, so SGD has none. A layout cannot be
+# closer to the reference than the reference is to itself, which determines SGD's rate: at 0.3, two references with
+# another order of samples in the batch differ by 2e-2 in the norm, at 0.03 by 9e-7 (docs/reference/parity.md). fp16 has
+# a separate AdamW for the same reason: the usual one differs from itself by up to 4e-1 after overflows. The larger eps
+# also reveals an update of the wrong scale.
 OPTIMIZERS = {
     "adamw": {"lr": 3e-3, "clip_norm": 1.0},
     "adamw-fp16": {"lr": 1e-3, "eps": 1e-2, "clip_norm": 1.0},
@@ -50,15 +50,15 @@ class Limit:
     norm: float
 
 
-# fp16 has three bits more than bf16 and no limit of its own in the requirement; it gets bf16's.
+# fp16 has three more bits of precision than bf16 but the same limits.
 LIMITS = {"fp32": Limit(2e-6, 5e-6), "bf16": Limit(2e-3, 3e-2), "fp16": Limit(2e-3, 3e-2)}
-# More would leave too little to compare. That each skip is one that fp16 needs is checked by itself.
-MOST_SKIPPED = 5
+# With more skipped steps, too few would remain to compare. The reference checks that each skip was necessary.
+MAX_SKIPPED = 5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """``micro_batches`` is the number that a data-parallel rank (or a pipeline) cuts its share of the batch into."""
+    """One cell; ``micro_batches`` is their number per step and data-parallel rank, or per pipeline."""
 
     layout: str
     precision: str
@@ -77,18 +77,18 @@ class Cell:
 
     @property
     def micro_batch(self) -> int:
-        """Samples a micro-batch."""
+        """Return the samples per micro-batch."""
         return GLOBAL_BATCH // self.shape.data_parallel // self.micro_batches
 
     @property
     def setting(self) -> str:
-        """Of the optimizer: a key of ``OPTIMIZERS``."""
-        own = f"{self.optimizer}-{self.precision}"
-        return own if own in OPTIMIZERS else self.optimizer
+        """Return the optimizer setting, a key of ``OPTIMIZERS``."""
+        specific = f"{self.optimizer}-{self.precision}"
+        return specific if specific in OPTIMIZERS else self.optimizer
 
     @property
     def policy(self) -> str:
-        """Which numeric policy the reference follows: see :mod:`tests.harness.parity.reference`."""
+        """Return the numeric policy of the reference, see :mod:`tests.harness.parity.reference`."""
         if self.precision == "fp32":
             return "fp32"
         return f"{self.precision}-{'cast' if self.shape.is_fully_sharded else 'autocast'}"
@@ -99,11 +99,11 @@ class Cell:
 
     @property
     def slow(self) -> bool:
-        """Tensor parallel's products on few cores."""
+        """Return whether the cell is slow on few cores, because of tensor parallelism."""
         return self.shape.tp > 1 and self.shape.world_size > 2
 
     def factors(self) -> dict[str, Any]:
-        """What is to be covered in pairs."""
+        """Return the factors whose pairs of values the subset must cover."""
         many = self.micro_batches == accumulations(self.layout)[1]
         return {
             "precision": self.precision,
@@ -114,15 +114,17 @@ class Cell:
 
 
 def accumulations(layout: str) -> tuple[int, int]:
-    """1 and 4; for a pipeline, which fills its stages with micro-batches, twice and four times as many as stages."""
+    """Return the numbers of micro-batches of a layout: 1 and 4; for a pipeline, twice and four times the stages."""
     return (4, 8) if LAYOUTS[layout].pp > 1 else (1, 4)
 
 
 def table() -> list[Cell]:
-    """Every layout with AdamW in every combination, and once with SGD, in fp32 where the limits are tight. That one
-    has selective checkpointing, which the others leave out; not so zero-bubble, whose backward is in two parts where
-    torch's selective checkpointing allows one. Two layouts, one of each numeric policy, have SGD in the lower
-    precisions too."""
+    """Return all cells.
+
+    Every layout has AdamW in every combination, and once SGD, in fp32, where the limits are tight. The cells with SGD
+    have selective checkpointing, except zero-bubble, whose split backward pass torch's selective checkpointing does not
+    support. Two layouts, one per numeric policy, also have SGD in the lower precisions.
+    """
     cells = [
         Cell(layout, precision, n, checkpointing, "adamw")
         for layout in LAYOUTS
@@ -131,33 +133,37 @@ def table() -> list[Cell]:
         for checkpointing in CHECKPOINTING
     ]
     for layout, shape in LAYOUTS.items():
-        kind = "full" if shape.schedule == "zero-bubble" else "selective"
-        cells.append(Cell(layout, "fp32", accumulations(layout)[1], kind, "sgd"))
+        checkpointing = "full" if shape.schedule == "zero-bubble" else "selective"
+        cells.append(Cell(layout, "fp32", accumulations(layout)[1], checkpointing, "sgd"))
     cells += [Cell(layout, p, 1, "none", "sgd") for layout in ("ddp", "fsdp") for p in PRECISIONS[1:]]
     return cells
 
 
 def pairs(cells: Iterable[Cell]) -> set[frozenset[tuple[str, Any]]]:
-    """All pairs of two factors' values that occur together in a cell."""
-    found: set[frozenset[tuple[str, Any]]] = set()
+    """Return all pairs of values of two factors that occur together in a cell."""
+    value_pairs: set[frozenset[tuple[str, Any]]] = set()
     for cell in cells:
         items = list(cell.factors().items())
-        found |= {frozenset((a, b)) for i, a in enumerate(items) for b in items[i + 1 :]}
-    return found
+        value_pairs |= {frozenset((a, b)) for i, a in enumerate(items) for b in items[i + 1 :]}
+    return value_pairs
 
 
 def covering() -> list[Cell]:
-    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn (of slow
-    ones the cheapest), and then the cheapest cells that bring pairs not met so far. Those are cp's, of the numeric
-    policy ``cast``, and DDP's, of ``autocast``."""
-    every = table()
-    chosen = []
+    """Return the subset that the test suite runs.
+
+    Each layout occurs once in fp32, with combinations of the other factors in turn (the cheapest one for slow layouts);
+    the cheapest cells with missing pairs complete it: those of cp for the policy ``cast``, of DDP for ``autocast``.
+    """
+    all_cells = table()
+    selected = []
     for i, layout in enumerate(LAYOUTS):
-        own = [c for c in every if c.layout == layout and c.precision == "fp32"]
-        chosen.append(own[0] if own[0].slow else own[i % len(own)])
-    missing = pairs(every) - pairs(chosen)
+        layout_cells = [c for c in all_cells if c.layout == layout and c.precision == "fp32"]
+        selected.append(layout_cells[0] if layout_cells[0].slow else layout_cells[i % len(layout_cells)])
+    missing = pairs(all_cells) - pairs(selected)
     while missing:
-        best = max(every, key=lambda c: (len(pairs([c]) & missing), c.shape.tp == 1, -c.shape.world_size, c.shape.cp))
-        chosen.append(best)
+        best = max(
+            all_cells, key=lambda c: (len(pairs([c]) & missing), c.shape.tp == 1, -c.shape.world_size, c.shape.cp)
+        )
+        selected.append(best)
         missing -= pairs([best])
-    return chosen
+    return selected

@@ -16,7 +16,7 @@ from clustertrain import clock, fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.harness.parity import reference
-from tests.harness.parity.cells import DATA, GLOBAL_BATCH, LIMITS, MODEL, MOST_SKIPPED, OPTIMIZERS, SEQ_LEN, STEPS, Cell
+from tests.harness.parity.cells import DATA, GLOBAL_BATCH, LIMITS, MAX_SKIPPED, MODEL, OPTIMIZERS, SEQ_LEN, STEPS, Cell
 from tests.ranks.rank_pool import Ranks
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -25,8 +25,14 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss`` and ``norm`` are the largest relative deviations of any step, None where the ranks did not get through:
-    ``failure`` then says why. ``skipped`` counts the steps that overflowed in fp16."""
+    """Outcome of a cell.
+
+    Attributes:
+        loss: largest relative deviation of the loss in any step, None after a failure of the ranks.
+        norm: the same for the gradient norm.
+        skipped: number of steps that overflowed in fp16.
+        failure: why the cell failed, or empty.
+    """
 
     cell: Cell
     seconds: float
@@ -40,55 +46,55 @@ class Outcome:
         if self.failure or self.loss is None or self.norm is None:
             return False
         limit = self.cell.limit
-        return self.loss <= limit.loss and self.norm <= limit.norm and self.skipped <= MOST_SKIPPED
+        return self.loss <= limit.loss and self.norm <= limit.norm and self.skipped <= MAX_SKIPPED
 
     @property
     def verdict(self) -> str:
         if self.failure:
             return "failed"
-        if self.skipped > MOST_SKIPPED:
+        if self.skipped > MAX_SKIPPED:
             return "skips"
         return "ok" if self.ok else "OFF"
 
 
 def run(cell: Cell, folder: Path, steps: int = STEPS) -> Outcome:
-    """``folder`` must not exist yet; the run directory and the ranks' logs are left in it."""
+    """Run ``cell`` in ``folder``, which must not exist and keeps the run folder with the ranks' logs."""
     with one_thread():
         started = clock.monotonic()
-        made = _make_run(cell, folder / "run", steps)
-        ranks = Ranks(made, cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
+        run_dir = _make_run(cell, folder / "run", steps)
+        ranks = Ranks(run_dir, cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
         failure = _wait(ranks)
         seconds = clock.monotonic() - started
         if failure:
             return Outcome(cell, seconds, failure=failure)
         rows = list(fsio.read_jsonl(ranks.run.metrics_path(1)))
         if [r["step"] for r in rows] != list(range(1, steps + 1)):
-            return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
-        return _judged(cell, seconds, rows)
+            return Outcome(cell, seconds, failure=f"recorded steps {[r['step'] for r in rows]}")
+        return _compare(cell, seconds, rows)
 
 
-def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
+def _compare(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
     skipped = frozenset(r["step"] for r in rows if r["skipped"])
-    taken = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
+    trained = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
     try:
-        wanted = reference.losses_and_norms(cell.policy, cell.setting, skipped, cell.micro_batch)[: len(taken)]
+        expected = reference.losses_and_norms(cell.policy, cell.setting, skipped, cell.micro_batch)[: len(trained)]
     except reference.NeedlessSkip as e:
         return Outcome(cell, seconds, skipped=len(skipped), failure=str(e))
-    loss, norm = reference.apart(taken, wanted)
+    loss, norm = reference.largest_deviations(trained, expected)
     failure = ""
     if cell.precision != "fp16" and skipped:
         failure = f"skipped steps {sorted(skipped)} without a loss scale"
-    # bf16's limits are wide enough for fp32 to be within them: that it was bf16 must be seen elsewhere.
+    # A run in fp32 would also be within the limits of bf16, so check that it was not in fp32.
     if cell.precision != "fp32":
-        fp32 = reference.losses_and_norms("fp32", cell.setting, skipped)[: len(taken)]
-        from_fp32 = reference.apart(taken, fp32)
+        fp32 = reference.losses_and_norms("fp32", cell.setting, skipped)[: len(trained)]
+        from_fp32 = reference.largest_deviations(trained, fp32)
         if from_fp32[1] <= LIMITS["fp32"].norm:
             failure = f"computed in fp32: the norm is within {from_fp32[1]:.1e} of fp32's"
     return Outcome(cell, seconds, loss, norm, len(skipped), failure)
 
 
 def _make_run(cell: Cell, path: Path, steps: int) -> RunDir:
-    """A run directory as submit leaves it."""
+    """Create a run folder as submit does."""
     run = RunDir(path)
     (run.path / "attempts").mkdir(parents=True)
     layout = cell.shape
@@ -118,7 +124,7 @@ def _make_run(cell: Cell, path: Path, steps: int) -> RunDir:
 
 
 def _wait(ranks: Ranks) -> str:
-    """Why the ranks failed, empty if they did not."""
+    """Wait for the ranks and return why they failed, or an empty string."""
     try:
         codes = ranks.wait(TIMEOUT_S)
     except AssertionError as e:
@@ -129,15 +135,14 @@ def _wait(ranks: Ranks) -> str:
     if killed:
         return f"killed: {', '.join(killed)}"
     errors = [r["error"] for r in ranks.results() if r.get("error")]
-    # The peers of the rank that failed first only report that it has gone.
+    # The peers of the rank that failed first report only a broken connection.
     errors.sort(key=lambda e: "peer" in e["message"] or e["type"] == "DistBackendError")
     return f"{errors[0]['type']}: {errors[0]['message']}" if errors else f"exit codes {codes}"
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One CPU thread a rank and for the reference: these matrices are too small to share, and threads that wait for
-    each other on busy cores spin."""
+    """Use one CPU thread per rank and for the reference: the matrices are small, and threads that wait spin."""
     name, threads = "OMP_NUM_THREADS", torch.get_num_threads()
     before = os.environ.get(name)
     os.environ[name] = "1"

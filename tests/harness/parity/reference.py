@@ -1,20 +1,19 @@
-"""One process that trains on the whole global batch with nothing but torch: what every layout must agree with.
+"""The reference for every layout: one process that trains on the whole global batch with plain torch.
 
-It shares with the product what the comparison is about and no more: the model, its initial values, the order of the
-samples. Forward, backward, clipping and update are plain torch, without micro-batches.
+It shares only the model, its initial values and the order of the samples with the package. Forward and backward pass,
+clipping and update are plain torch, without micro-batches.
 
-A number in bf16 depends on where it is rounded, and the layouts round in two places, so there are two policies, each
-with a reference of its own:
+Results in bf16 depend on where values are rounded. The layouts have two policies for this, each with its own reference:
 
-- ``autocast``: weights are fp32, and ``torch.autocast`` rounds what goes into a matmul. Norms and the residual stream
-  of embeddings stay fp32. Layouts without ``fully_shard``.
-- ``cast``: ``fully_shard`` gathers the parameters in bf16, so all of the forward and backward pass is bf16, and a
-  gradient is rounded to bf16 before it is summed in fp32. In one process that is the model called with its parameters
-  cast, differentiated with respect to the fp32 ones.
+- ``autocast``: weights are fp32, and ``torch.autocast`` rounds the inputs of matmuls. Norms and the residual stream
+  stay fp32. This is the policy of layouts without ``fully_shard``.
+- ``cast``: ``fully_shard`` gathers the parameters in bf16, so the whole forward and backward pass is in bf16, and
+  gradients are rounded to bf16 before they are summed in fp32. On one process, this means to call the model with its
+  parameters cast, and to differentiate with respect to the fp32 parameters.
 
-fp16 likewise, with the loss multiplied by 2**16. A step in which that overflows is tried again with half of it. The
-steps that the product skipped are left out here too, since another trajectory could not be compared; but each must have
-been worth skipping: plain fp16 overflows there as well, micro-batch by micro-batch and at the same scale.
+fp16 has the same policies, with a loss scale of 2**16, which is halved until the step does not overflow. The reference
+also skips the steps that the layout skipped, because the trajectories would differ otherwise. But each skip must have
+been necessary: plain fp16 must overflow in that step too, per micro-batch and at the same scale.
 """
 
 from __future__ import annotations
@@ -45,20 +44,24 @@ FIRST_SCALE = 2.0**16
 
 
 class NeedlessSkip(Exception):
-    """The product threw a step away in which plain fp16 does not overflow."""
+    """Error for a skipped step in which plain fp16 does not overflow."""
 
 
 @dataclass(frozen=True)
 class Summation:
-    """What changes rounding and nothing else: the order of a batch's samples (``shuffle`` is its seed, 0 leaves them as
-    they are drawn), and into how many parts the batch is cut whose losses and gradients are added up."""
+    """A change of the order of summation, which affects only rounding.
+
+    Attributes:
+        shuffle: seed of the order of samples within a batch, 0 for the original order.
+        parts: number of parts of the batch whose losses and gradients are summed.
+    """
 
     shuffle: int = 0
     parts: int = 1
 
 
 SUMMATIONS = (Summation(shuffle=1), Summation(shuffle=2), Summation(shuffle=3, parts=4), Summation(parts=GLOBAL_BATCH))
-# Steps to leave out when fp16's floor is measured: those that layouts were seen to skip, and some that they were not.
+# Skipped steps with which fp16's floor is measured: some that layouts have skipped, and some that they have not.
 SKIPS = tuple(map(frozenset, ((), (1,), (1, 2), (1, 2, 3), (1, 10), (1, 2, 5, 9), (1, 2, 14, 15))))
 
 
@@ -70,43 +73,43 @@ def losses_and_norms(
     micro_batch: int | None = None,
     summation: Summation = Summation(),
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of the steps not in ``skipped``, which counts from 1.
+    """Return (loss, gradient norm before clipping) of the steps not in ``skipped``, which are counted from 1.
 
     Args:
-        setting: of the optimizer, a key of ``OPTIMIZERS``.
-        micro_batch: the product's, in samples, at which a skipped step must overflow. None: any step may be skipped.
+        setting: optimizer setting, a key of ``OPTIMIZERS``.
+        micro_batch: samples per micro-batch with which a skipped step must overflow. None: any step may be skipped.
 
     Raises:
-        NeedlessSkip: see the class.
+        NeedlessSkip: a skipped step does not overflow.
     """
     model = _model()
     spec = OptimSpec(**OPTIMIZERS[setting])
-    update = _optimizer(model, setting, spec)
+    optimizer = _optimizer(model, setting, spec)
     data = ByteText(DataSpec(**DATA))
-    found: list[tuple[float, float]] = []
+    results: list[tuple[float, float]] = []
     for step in range(STEPS):
-        places = permutation.samples_at(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
+        indices = permutation.samples_at(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
         if summation.shuffle:
-            random.Random(f"{summation.shuffle} {step}").shuffle(places)
-        inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in places), strict=True))
+            random.Random(f"{summation.shuffle} {step}").shuffle(indices)
+        inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in indices), strict=True))
         if step + 1 in skipped:
             if micro_batch is None:
                 continue
-            # Every skip before this one has halved the product's scale. Twice that scale, for what is at the edge.
-            scale = 2 * FIRST_SCALE / 2 ** (step - len(found))
+            # Every earlier skip has halved the layout's scale. Test twice that scale, for values close to overflow.
+            scale = 2 * FIRST_SCALE / 2 ** (step - len(results))
             parts = zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True)
             if policy.startswith("fp16") and all(_finite(_gradients(model, policy, *p, scale)[1]) for p in parts):
-                raise NeedlessSkip(f"step {step + 1} was skipped, and plain fp16 does not overflow in it")
+                raise NeedlessSkip(f"step {step + 1} was skipped, but plain fp16 does not overflow in it")
             continue
-        loss = _summed(model, policy, inputs, targets, summation.parts)
+        loss = _accumulate(model, policy, inputs, targets, summation.parts)
         norm = nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm or math.inf)
-        update.step()
-        found.append((loss, norm.item()))
-    return found
+        optimizer.step()
+        results.append((loss, norm.item()))
+    return results
 
 
 def _model() -> Decoder:
-    """Each parameter filled from (seed, name), whatever the layout."""
+    """Return the model with initial values, which depend only on the seed and the parameter's name."""
     model = Decoder(ModelSpec(**MODEL))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -123,7 +126,7 @@ def _optimizer(model: Decoder, name: str, spec: OptimSpec) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.resolve_betas(is_text=True), eps=spec.eps)
 
 
-def _summed(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> float:
+def _accumulate(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> float:
     """Leave the gradient of the mean loss in the parameters, computed in equal ``parts``, and return that loss."""
     loss, total = 0.0, [torch.zeros_like(p) for p in model.parameters()]
     for part in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
@@ -151,7 +154,7 @@ def _backward(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.
 def _gradients(
     model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, scale: float
 ) -> tuple[float, list[torch.Tensor]]:
-    """The mean loss, and its gradient times ``scale``, which shares its memory with the parameters' own."""
+    """Return the mean loss and the parameters' gradients, multiplied by ``scale``."""
     model.zero_grad()
     loss = F.cross_entropy(_logits(model, policy, inputs).flatten(0, 1).float(), targets.flatten())
     (loss * scale).backward()
@@ -176,20 +179,22 @@ def _logits(model: Decoder, policy: str, inputs: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def apart(got: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The largest relative deviations of (loss, norm) over all steps."""
+def largest_deviations(
+    actual: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """Return the largest relative deviations of (loss, norm) over all steps."""
     worst = [0.0, 0.0]
-    for pair in zip(got, wanted, strict=True):
+    for pair in zip(actual, expected, strict=True):
         for i, (a, b) in enumerate(zip(*pair, strict=True)):
             deviation = abs(a - b) / abs(b)
-            # A NaN would lose every comparison and so pass.
+            # NaN would be ignored by max().
             worst[i] = max(worst[i], deviation if math.isfinite(deviation) else math.inf)
     return worst[0], worst[1]
 
 
 def floor(policy: str, setting: str, skipped: frozenset[int] = frozenset()) -> tuple[float, float]:
-    """How far the reference is from itself where only the order of summation changes: the least to ask of a layout."""
-    wanted = losses_and_norms(policy, setting, skipped)
-    others = [losses_and_norms(policy, setting, skipped, summation=s) for s in SUMMATIONS]
-    found = [apart(o, wanted) for o in others]
-    return max(loss for loss, _ in found), max(norm for _, norm in found)
+    """Return the largest deviations of the reference from itself if only the order of summation changes."""
+    expected = losses_and_norms(policy, setting, skipped)
+    reordered = [losses_and_norms(policy, setting, skipped, summation=s) for s in SUMMATIONS]
+    deviations = [largest_deviations(o, expected) for o in reordered]
+    return max(loss for loss, _ in deviations), max(norm for _, norm in deviations)

@@ -1,4 +1,4 @@
-"""What each rank of a cell runs: a training script as a user writes it, with the optimizer's name as its argument."""
+"""The training script of a cell, as a user would write it. Its argument is the optimizer's name."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ with ct.session() as session:
         optimizer = session.optimizer("adamw", weight_decay=recipe.optim.weight_decay, **options)
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     for _ in session.steps(recipe.train.steps):
-        done = session.train_step(next(data), cross_entropy, clip_norm=recipe.optim.clip_norm)
-        session.log(loss=done.loss, grad_norm=done.grad_norm, skipped=done.skipped)
+        result = session.train_step(next(data), cross_entropy, clip_norm=recipe.optim.clip_norm)
+        session.log(loss=result.loss, grad_norm=result.grad_norm, skipped=result.skipped)

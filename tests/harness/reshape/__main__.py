@@ -25,26 +25,26 @@ from tests.harness.reshape.measure import Outcome, by_target, sources, targets
 WIDTH = 80
 
 
-def shown(outcomes: Sequence[Outcome]) -> Table:
-    found = Table(
-        title=f"Saved by {SOURCE_RANKS} ranks and loaded: how far the next five losses are off",
+def build_table(outcomes: Sequence[Outcome]) -> Table:
+    table_of_cells = Table(
+        title=f"Saved by {SOURCE_RANKS} ranks and loaded: largest deviation of the next five losses",
         width=WIDTH,
         padding=(0, 0),
     )
-    found.add_column("")
+    table_of_cells.add_column("")
     for source in SOURCES:
-        found.add_column(source, justify="right")
+        table_of_cells.add_column(source, justify="right")
     by_cell = {o.cell: o for o in outcomes}
     for precision in LIMITS:
         for name, ranks in LAYOUTS:
             cells = [Cell(Source(s, precision), Target(name, ranks)) for s in SOURCES]
             if any(c in by_cell for c in cells):
-                words = [_words(by_cell.get(c)) for c in cells]
-                found.add_row(f"{name} {ranks}" + (f" {precision}" if precision != "fp32" else ""), *words)
-    return found
+                formatted = [_format_outcome(by_cell.get(c)) for c in cells]
+                table_of_cells.add_row(f"{name} {ranks}" + (f" {precision}" if precision != "fp32" else ""), *formatted)
+    return table_of_cells
 
 
-def _words(outcome: Outcome | None) -> str:
+def _format_outcome(outcome: Outcome | None) -> str:
     if outcome is None:
         return ""
     if not outcome.ok or outcome.loss is None:
@@ -63,14 +63,14 @@ def as_json(o: Outcome) -> dict[str, Any]:
     }
 
 
-def measured(cells: Sequence[Cell], progress: Console) -> list[Outcome]:
+def run_cells(cells: Sequence[Cell], progress: Console) -> list[Outcome]:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="reshape-") as folder:
         saved = sources((c.source for c in cells), Path(folder, "sources"))
         for group in by_target(cells):
             for o in targets(group, saved, Path(folder)):
                 outcomes.append(o)
-                line = f"{len(outcomes)}/{len(cells)} {o.cell.id}: {o.failure or _words(o)}"
+                line = f"{len(outcomes)}/{len(cells)} {o.cell.id}: {o.failure or _format_outcome(o)}"
                 progress.print(line, markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
@@ -81,13 +81,15 @@ def main() -> int:
     args = parser.parse_args()
     cells = [c for c in table() if fnmatch.fnmatch(c.id, args.only)]
     if not cells:
-        parser.error(f"no cell fits {args.only!r}; the first is {table()[0].id}")
+        parser.error(f"no cell matches {args.only!r}; the first is {table()[0].id}")
     context = benchmark.context(("clustertrain", "torch", "numpy"))
-    outcomes = measured(cells, Console(stderr=True))
+    outcomes = run_cells(cells, Console(stderr=True))
     console = Console(width=WIDTH)
-    console.print(shown(outcomes))
+    console.print(build_table(outcomes))
     failed = [o for o in outcomes if not o.ok]
-    console.print(f"{len(outcomes) - len(failed)} of {len(outcomes)} cells hold what was saved and go on as it would")
+    console.print(
+        f"{len(outcomes) - len(failed)} of {len(outcomes)} cells restored the saved state and continue like the source"
+    )
     if cells == table():
         path = benchmark.write("reshape", {**context, "rows": [as_json(o) for o in outcomes]})
         console.print(f"written to {path.relative_to(benchmark.ROOT)}")

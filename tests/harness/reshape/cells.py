@@ -1,4 +1,4 @@
-"""The reshape table: which layouts save a checkpoint, and which load it on how many ranks."""
+"""The reshape table: layouts that save a checkpoint, and layouts and numbers of ranks that load it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from clustertrain.plan.layout import Layout
 from tests.layouts import FSDP_TP, PLAIN, TP_PP
 
 SAVED_AT, STEPS = 3, 8  # five steps after the restore are compared
-SAVED_AGAIN_AT = 4  # what was restored, before any step is done
+RESAVED_AT = 4  # the restored state is saved again before the next step
 GLOBAL_BATCH = 24  # divides by 2, 3 and 4 ranks
 SEQ_LEN = 16
-# Four layers and heads, for tensor parallel and pipelines of four. Two stages have the tied embedding, and a dropout
-# mask that were another after the restore would be seen in the losses.
+# Four layers and heads, for tensor parallelism and pipelines on four ranks. Two stages share the tied embedding, and a
+# changed dropout mask after the restore would change the losses.
 MODEL = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 4, "tie_embeddings": True, "dropout": 0.1}
 DATA = {"seq_len": SEQ_LEN, "max_bytes": 100_000}
 
 SOURCE_RANKS = 4
-# By name and number of ranks. Products of two layouts need four.
+# By name and number of ranks. Combined layouts need four ranks.
 LAYOUTS: dict[tuple[str, int], Layout] = {
     **{("ddp", n): Layout(strategy="ddp", dp_replicate=n) for n in (2, 3, 4)},
     **{("fsdp", n): Layout(strategy="fsdp", dp_shard=n) for n in (2, 3, 4)},
@@ -29,19 +29,19 @@ LAYOUTS: dict[tuple[str, int], Layout] = {
 }
 SOURCES = tuple(name for name, ranks in LAYOUTS if ranks == SOURCE_RANKS)
 
-# The largest relative deviation of a loss from that of the run that was not interrupted, which has another layout. In
-# fp16 what a layout casts, and when, is its own affair: see tests/harness/parity.
+# The largest relative deviation of a loss from the uninterrupted run, which has another layout. In fp16, layouts round
+# at different places: see tests/harness/parity.
 LIMITS = {"fp32": 1e-6, "fp16": 2e-3}
 
 
 def micro_batch(layout: Layout) -> int:
-    """Samples: few and large ones, which take less time; as many as there are stages where there are four of them."""
+    """Return the samples per micro-batch: few large micro-batches are faster, but four stages need four of them."""
     return GLOBAL_BATCH // layout.data_parallel // (4 if layout.pp > 1 else 2)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run of ``SOURCE_RANKS`` ranks that is not interrupted and leaves a checkpoint on its way."""
+    """An uninterrupted run of ``SOURCE_RANKS`` ranks that saves a checkpoint."""
 
     layout: str
     precision: str = "fp32"
@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def same(self) -> bool:
-        """Whether the run goes on as it was, so that the losses must be equal in every bit."""
+        """Return whether the layout and the ranks are the same, so that losses must be bitwise equal."""
         return (self.source.layout, SOURCE_RANKS) == (self.target.layout, self.target.ranks)
 
     @property
@@ -89,15 +89,18 @@ class Cell:
 
 
 def table() -> list[Cell]:
-    """Every source with every target in fp32; two sources in fp16, each with its own layout and with another."""
+    """Return every source with every target in fp32, and two sources in fp16, each with the same and another layout."""
     cells = [Cell(Source(s), Target(*t)) for t in LAYOUTS for s in SOURCES]
     half = {"ddp": (("ddp", 4), ("pp", 2)), "fsdp": (("fsdp", 4), ("ddp", 3))}
     return cells + [Cell(Source(s, "fp16"), Target(*t)) for s, targets in half.items() for t in targets]
 
 
 def covering() -> list[Cell]:
-    """A subset for every change: each layout saves and loads at least once, as do 2, 3 and 4 ranks; DDP and FSDP go on
-    as they were, and fp16 with its loss scale."""
+    """Return the subset that the test suite runs.
+
+    Each layout saves and loads at least once, and 2, 3 and 4 ranks load. DDP and FSDP also continue unchanged, and fp16
+    continues with its loss scale.
+    """
     return [
         Cell(Source(s, p), Target(t, n))
         for s, p, t, n in (

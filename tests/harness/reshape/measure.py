@@ -27,7 +27,7 @@ from tests.harness.reshape.cells import (
     DATA,
     GLOBAL_BATCH,
     MODEL,
-    SAVED_AGAIN_AT,
+    RESAVED_AT,
     SAVED_AT,
     STEPS,
     Cell,
@@ -43,7 +43,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss`` is the largest relative deviation of a loss after the restore. All is well without a ``failure``."""
+    """Outcome of a cell: ``loss`` is the largest relative deviation of a loss after the restore."""
 
     cell: Cell
     loss: float | None = None
@@ -56,12 +56,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """One session of the ranks of a group, in ``folder``."""
+    """One session of a group of ranks, in ``folder``."""
 
     folder: Path
     layout: Layout
     precision: str
-    load: Path | None = None  # a checkpoint to begin with
+    load: Path | None = None  # checkpoint to start from
     store: dist.TCPStore = field(
         default_factory=lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     )
@@ -93,7 +93,7 @@ class Job:
         }
 
     def prepare(self) -> None:
-        """A run directory as submit leaves it, and the checkpoint."""
+        """Create the run folder as submit does, with the checkpoint."""
         (self.run.path / "attempts" / "1").mkdir(parents=True)
         self.rank_dir.mkdir()
         parallel: dict[str, Any] = {"sequence_parallel": self.layout.sequence_parallel}
@@ -119,57 +119,62 @@ class Job:
             shutil.copytree(self.load, self.run.checkpoints / self.load.name)
 
     def failure(self) -> str:
-        """Why the ranks did not get through; empty if they did."""
-        found = [fsio.read_json(self.rank_dir / f"rank-{r}.json") for r in range(self.layout.world_size)]
-        errors = [r["error"] for r in found if r and r["error"]]
-        # The peers of the rank that failed first only report that it has gone.
+        """Return why the ranks failed, or an empty string."""
+        results = [fsio.read_json(self.rank_dir / f"rank-{r}.json") for r in range(self.layout.world_size)]
+        errors = [r["error"] for r in results if r and r["error"]]
+        # The peers of the rank that failed first report only a broken connection.
         errors.sort(key=lambda e: "peer" in e["message"] or e["type"] == "DistBackendError")
         if errors:
             return f"{errors[0]['type']}: {errors[0]['message']}"
-        return "" if all(r and r["ending"] == "completed" for r in found) else f"endings {found}"
+        return "" if all(r and r["ending"] == "completed" for r in results) else f"endings {results}"
 
     def losses(self) -> dict[int, float]:
         return {r["step"]: r["loss"] for r in self._rows()}
 
     def schedule(self) -> dict[int, tuple[float, float | None]]:
-        """The learning rate, and in fp16 the scale of the loss."""
+        """Return the learning rate and, in fp16, the loss scale of each step."""
         return {r["step"]: (r["lr"], r["scale"]) for r in self._rows()}
 
     def _rows(self) -> list[dict[str, Any]]:
         return list(fsio.read_jsonl(self.run.metrics_path(1)))
 
     def samples(self) -> dict[int, list[int]]:
-        """By step what the ranks took together, sorted."""
+        """Return the sorted samples of all ranks, by step."""
         by_part: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
         for path in self.rank_dir.glob("samples-*.jsonl"):
             part = int(path.name.split("-")[1])
             for row in fsio.read_jsonl(path):
-                # The ranks of one part of the batch (of a pipeline, of a tensor) take the same.
+                # Ranks that share a part of the batch, as in a pipeline, read the same samples.
                 by_part.setdefault(row["step"], set()).add((part, tuple(row["samples"])))
-        return {step: sorted(s for _, taken in found for s in taken) for step, found in by_part.items()}
+        return {
+            step: sorted(s for _, part_samples in parts_of_step for s in part_samples)
+            for step, parts_of_step in by_part.items()
+        }
 
 
-def work(jobs: Sequence[Job]) -> list[str]:
-    """Do jobs of equally many ranks one after another in the same processes, and say why each failed. What a rank's
-    process has once imported and worked out (the sharding of every operation) is most of what a short job costs."""
+def run_jobs(jobs: Sequence[Job]) -> list[str]:
+    """Run jobs with the same number of ranks one after another in the same processes, and return why each failed.
+
+    Most of the time of a short job is spent on imports and on the sharding of operations, which a process caches.
+    """
     failures: list[str] = []
     for job in jobs:
         job.prepare()
     while len(failures) < len(jobs):
-        left = jobs[len(failures) :]
+        remaining = jobs[len(failures) :]
         with one_thread():
-            ranks = [_start([job.environ(rank) for job in left]) for rank in range(left[0].layout.world_size)]
-        until = clock.monotonic() + TIMEOUT_S * len(left)
+            ranks = [_start([job.environ(rank) for job in remaining]) for rank in range(remaining[0].layout.world_size)]
+        until = clock.monotonic() + TIMEOUT_S * len(remaining)
         for process in ranks:
             process.join(max(0.0, until - clock.monotonic()))
         for process in ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        done = list(itertools.takewhile(lambda job: not job.failure(), left))
-        failures += [""] * len(done)
-        if len(done) < len(left):  # the processes have ended with it, and the next ones begin after it
-            failures.append(left[len(done)].failure())
+        succeeded = list(itertools.takewhile(lambda job: not job.failure(), remaining))
+        failures += [""] * len(succeeded)
+        if len(succeeded) < len(remaining):  # the processes have ended with this job; new ones continue after it
+            failures.append(remaining[len(succeeded)].failure())
     return failures
 
 
@@ -194,52 +199,57 @@ def _begin(environs: list[dict[str, str]]) -> None:
             sys.exit(code)
 
 
-def sources(wanted: Iterable[Source], folder: Path) -> dict[Source, Job]:
-    """Run each to its end."""
-    jobs = {s: Job(folder / s.id, s.shape, s.precision) for s in dict.fromkeys(wanted)}
-    failures = work(list(jobs.values()))
-    failed = [f"{s.id}: {why}" for s, why in zip(jobs, failures, strict=True) if why]
+def sources(requested: Iterable[Source], folder: Path) -> dict[Source, Job]:
+    """Run each source to its end."""
+    jobs = {s: Job(folder / s.id, s.shape, s.precision) for s in dict.fromkeys(requested)}
+    failures = run_jobs(list(jobs.values()))
+    failed = [f"{s.id}: {reason}" for s, reason in zip(jobs, failures, strict=True) if reason]
     if failed:
         raise AssertionError("\n".join(failed))
     return jobs
 
 
 def targets(cells: Sequence[Cell], saved: dict[Source, Job], folder: Path) -> list[Outcome]:
-    """Load each cell's source into its target; the cells have equally many ranks."""
+    """Load each cell's source into its target; all cells have the same number of ranks."""
     jobs = []
     for cell in cells:
         checkpoint = index.step_folder(saved[cell.source].run.checkpoints, SAVED_AT)
         jobs.append(Job(folder / cell.id.replace("/", "-into-"), cell.target.shape, cell.source.precision, checkpoint))
-    failures = work(jobs)
+    failures = run_jobs(jobs)
     return [
-        Outcome(cell, failure=why) if why else judged(cell, saved[cell.source], job)
-        for cell, job, why in zip(cells, jobs, failures, strict=True)
+        Outcome(cell, failure=reason) if reason else compare(cell, saved[cell.source], job)
+        for cell, job, reason in zip(cells, jobs, failures, strict=True)
     ]
 
 
-def judged(cell: Cell, whole: Job, part: Job) -> Outcome:
-    """Compare what a target did after the restore with what its source did without an interruption."""
+def compare(cell: Cell, whole: Job, part: Job) -> Outcome:
+    """Compare the steps of a target after the restore with those of its uninterrupted source."""
     restored = [e for e in fsio.read_jsonl(part.run.attempt(1).events_path("rank-0")) if e["event"] == "restored"]
     after = range(SAVED_AT + 1, STEPS + 1)
-    wanted, got = whole.losses(), part.losses()
-    if [(e["step"], e["skipped"]) for e in restored] != [(SAVED_AT, [])] or list(got) != list(after):
-        return Outcome(cell, failure=f"restored {restored}, then did steps {list(got)}")
-    loss = max(abs(got[s] - wanted[s]) / abs(wanted[s]) for s in after)
+    expected, actual = whole.losses(), part.losses()
+    if [(e["step"], e["skipped"]) for e in restored] != [(SAVED_AT, [])] or list(actual) != list(after):
+        return Outcome(cell, failure=f"restored {restored}, then did steps {list(actual)}")
+    loss = max(abs(actual[s] - expected[s]) / abs(expected[s]) for s in after)
     failures = [
         "" if loss <= cell.limit and math.isfinite(loss) else f"a loss is off by {loss:.1e}",
         "" if part.samples() == {s: whole.samples()[s] for s in after} else "other samples",
         "" if part.schedule() == {s: whole.schedule()[s] for s in after} else "another learning rate or scale",
-        state_lost(whole, part),
+        find_lost_state(whole, part),
     ]
     return Outcome(cell, loss, "; ".join(f for f in failures if f))
 
 
-def state_lost(whole: Job, part: Job) -> str:
-    """What differs between the checkpoint that was loaded and the one that the other layout made of it at once."""
-    a, b = (index.step_folder(j.run.checkpoints, s) for j, s in ((whole, SAVED_AT), (part, SAVED_AGAIN_AT)))
-    found = diff.compare_checkpoints(a, b)
-    names = [*found.only_a, *found.only_b, *(f.name for f in found.forms), *(f.name for f in found.bytes)]
-    names += [v.name for v in found.values if v.name != "step"]
+def find_lost_state(whole: Job, part: Job) -> str:
+    """Return the differences between the loaded checkpoint and the one that the target has saved from it."""
+    a, b = (index.step_folder(j.run.checkpoints, s) for j, s in ((whole, SAVED_AT), (part, RESAVED_AT)))
+    difference = diff.compare_checkpoints(a, b)
+    names = [
+        *difference.only_a,
+        *difference.only_b,
+        *(f.name for f in difference.forms),
+        *(f.name for f in difference.bytes),
+    ]
+    names += [v.name for v in difference.values if v.name != "step"]
     if not names and inspect.digest(a) != inspect.digest(b):
         names = ["the digest"]
     return f"differs when saved again: {', '.join(names[:5])}" if names else ""

@@ -1,5 +1,5 @@
-"""What each rank of a cell runs: a training script as a user writes it, with a learning rate schedule in its state. It
-leaves the samples of each step in a file, and saves what was restored under another step's number."""
+"""The training script of a cell, as a user would write it, with a learning rate schedule in its state. It writes the
+samples of each step to a file, and saves the restored state again under another step number."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
 from clustertrain.train.session.session import get_runtime
-from tests.harness.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
+from tests.harness.reshape.cells import RESAVED_AT, SAVED_AT, STEPS
 
-# The model is small: else all ranks would read all of it by themselves.
+# Lower the limits, because the ranks of a node would not share reads of such a small model.
 shared_read.MIN_SHARED_BYTES, shared_read.CHUNK_BYTES, shared_read.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
 recipe, (layout, batch, _) = load_spec(run).recipe, load_plan(run)
 
 
-class Seen(ByteText):
-    """Remembers which samples it was asked for."""
+class RecordingText(ByteText):
+    """Byte text that records which samples are read."""
 
     def __init__(self) -> None:
         super().__init__(recipe.data)
@@ -46,27 +46,27 @@ with ct.session() as session:
     model = session.parallelize(model)
     optimizer = session.optimizer(torch.optim.AdamW, lr=recipe.optim.lr, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
-    dataset = Seen()
+    dataset = RecordingText()
     data = session.loader(dataset, global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data}
     scale = get_runtime(session).loss_scale
     if scale is not None:
-        # Doubled before the checkpoint, and again after a step that only what is in it can tell; too low to overflow.
+        # It doubles before the checkpoint, and again at a step that depends on the restored state; too low to overflow.
         scale.scale, scale.growth_interval = 64.0, 2
-    place = f"samples-{layout.data_rank(session.rank)}-{session.rank}.jsonl"
-    samples = fsio.JsonlAppender(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], place))
+    file_name = f"samples-{layout.data_rank(session.rank)}-{session.rank}.jsonl"
+    samples = fsio.JsonlAppender(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], file_name))
     restored = True
     for step in session.steps(STEPS, state, checkpoint_every=SAVED_AT):
         if restored and step == SAVED_AT:
-            get_runtime(session).checkpointer.save(SAVED_AGAIN_AT, state, "end", {})
+            get_runtime(session).checkpointer.save(RESAVED_AT, state, "end", {})
         restored = False
         dataset.samples.clear()
-        done = session.train_step(next(data), cross_entropy, clip_norm=1.0)
+        result = session.train_step(next(data), cross_entropy, clip_norm=1.0)
         schedule.step()
         samples.append({"step": step + 1, "samples": dataset.samples})
         session.log(
-            loss=done.loss,
-            grad_norm=done.grad_norm,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
             lr=optimizer.param_groups[0]["lr"],
             scale=scale.scale if scale is not None else None,
         )

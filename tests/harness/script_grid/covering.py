@@ -1,4 +1,4 @@
-"""Few rows in which every value of every factor meets every value of every other."""
+"""A small set of rows that contains every pair of values of any two factors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Row = tuple[int, ...]
 
 
 def pairs_of(row: Sequence[int]) -> set[tuple[int, int, int, int]]:
-    """Each pair of factors with their values: (factor, value, later factor, its value)."""
+    """Return all pairs of values in ``row``: (factor, value, later factor, its value)."""
     return {(f, row[f], g, row[g]) for f, g in itertools.combinations(range(len(row)), 2)}
 
 
 def pairwise(sizes: Sequence[int]) -> list[Row]:
-    """Rows of value numbers, one number below each of ``sizes``, that hold every pair; the same rows each time.
+    """Return rows of value numbers, each below its entry of ``sizes``, that contain every pair; deterministic.
 
-    Greedy, after AETG (Cohen et al., IEEE TSE 23(7), 1997) but without its random order: a row starts with a pair that
-    is missing, and each other factor takes the value that brings the most missing pairs, of equals the rarest.
+    Greedy, after AETG (Cohen et al., IEEE TSE 23(7), 1997) but without its random order: a row starts with a missing
+    pair, and each other factor takes the value that adds the most missing pairs, and the rarest value of equal ones.
     """
     ranges = [range(size) for size in sizes]
     missing = {
@@ -30,12 +30,12 @@ def pairwise(sizes: Sequence[int]) -> list[Row]:
     rows: list[Row] = []
     while missing:
         f, a, g, b = next(iter(missing))
-        chosen = {f: a, g: b}
+        row_values = {f: a, g: b}
         for factor in range(len(sizes)):
-            if factor not in chosen:
-                brings = [_brings(factor, value, chosen, missing) for value in ranges[factor]]
-                _, _, chosen[factor] = min((-brings[value], used[factor, value], value) for value in ranges[factor])
-        row = tuple(chosen[factor] for factor in range(len(sizes)))
+            if factor not in row_values:
+                gains = [_count_new_pairs(factor, value, row_values, missing) for value in ranges[factor]]
+                _, _, row_values[factor] = min((-gains[value], used[factor, value], value) for value in ranges[factor])
+        row = tuple(row_values[factor] for factor in range(len(sizes)))
         rows.append(row)
         used.update(enumerate(row))
         for pair in pairs_of(row):
@@ -43,9 +43,11 @@ def pairwise(sizes: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _brings(factor: int, value: int, chosen: dict[int, int], missing: dict[tuple[int, int, int, int], None]) -> int:
-    """How many missing pairs ``value`` makes with the values that are chosen already."""
+def _count_new_pairs(
+    factor: int, value: int, row_values: dict[int, int], missing: dict[tuple[int, int, int, int], None]
+) -> int:
+    """Return how many missing pairs ``value`` adds to the values in ``row_values``."""
     return sum(
         ((factor, value, other, v) if factor < other else (other, v, factor, value)) in missing
-        for other, v in chosen.items()
+        for other, v in row_values.items()
     )

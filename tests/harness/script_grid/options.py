@@ -1,4 +1,4 @@
-"""What can be asked of `submit`, option by option, with what the job must see of each value."""
+"""The options of `submit` with their values, and the effect that each value must have on the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# What tests/slurm makes on the testbed for these.
+# tests/slurm creates these on the testbed.
 FEATURES = "ib,h100,rack1,rack2"
 RESERVATION = "grid"
 LICENSE, LICENSE_SERVER = "solver", "flex"
@@ -32,14 +32,20 @@ HOSTILE = (
     "%j 100%",
     "",
 )
-# Without control characters, which a directive cannot have.
+# Without control characters, which a directive cannot contain.
 PLAIN = "a b'\"$(touch pwned)`touch pwned`\\ é #x;&|"
 
 
 @dataclass(frozen=True)
 class Value:
-    """``words`` are typed, ``profile`` stands in the cluster profile. ``reads`` is what sbatch must understand and
-    ``exports`` what must be in the job's environment."""
+    """One value of an option.
+
+    Attributes:
+        words: arguments of the command.
+        profile: lines of the cluster profile.
+        reads: options that sbatch must parse, with their values.
+        exports: variables that the job's environment must contain.
+    """
 
     words: tuple[str, ...] = ()
     profile: str = ""
@@ -47,7 +53,7 @@ class Value:
     exports: Mapping[str, str] = field(default_factory=dict)
 
 
-NOT_GIVEN = Value()
+ABSENT = Value()
 
 
 @dataclass(frozen=True)
@@ -75,34 +81,34 @@ SHAPES = (
 )
 
 
-def given(option: str, *values: str) -> list[Value]:
-    """Not given, and each of ``values``, which sbatch must read as they stand."""
-    return [NOT_GIVEN, *(Value((f"--{option}", value), reads={option: value}) for value in values)]
+def option_values(option: str, *values: str) -> list[Value]:
+    """Return the absent option and each of ``values``, which sbatch must parse unchanged."""
+    return [ABSENT, *(Value((f"--{option}", value), reads={option: value}) for value in values)]
 
 
-def passed(key: str, value: str, reads: Mapping[str, str] | None = None) -> Value:
-    """Given with --sbatch."""
+def sbatch_option(key: str, value: str, reads: Mapping[str, str] | None = None) -> Value:
+    """Return a value that is passed with --sbatch."""
     return Value(("--sbatch", f"{key}={value}"), reads={key: value} if reads is None else reads)
 
 
-def placed(where: str, nodes: int) -> Value:
-    """On hosts by name: as many as the job has nodes, and in 22.05 at least so many for --test-only."""
+def host_selection(where: str, nodes: int) -> Value:
+    """Return a selection of hosts: as many as the job has nodes, which --test-only of 22.05 requires."""
     listed = f"node[01-{nodes:02}]"
-    chosen = Value(("--nodelist", listed), reads={"nodelist": listed}) if "listed" in where else NOT_GIVEN
+    chosen = Value(("--nodelist", listed), reads={"nodelist": listed}) if "listed" in where else ABSENT
     if "excluded" not in where or nodes == 4:
         return chosen
     excluded = Value(("--exclude", "node04"), reads={"exclude": "node04"})
     return Value((*chosen.words, *excluded.words), reads={**chosen.reads, **excluded.reads})
 
 
-PLACES = ("", "listed", "excluded", "listed and excluded")
-# Device and type of GPU.
+HOST_SELECTIONS = ("", "listed", "excluded", "listed and excluded")
+# Device and GPU type.
 DEVICES = (("", ""), ("", "h100"), ("cuda", "h100"), ("cpu", ""), ("cpu", "h100"))
 GPUS_FLAGS = ("gpus-per-node", "gres")
 CPUS_PER_GPU = (0, 1, 2)
 
 SETUPS = (
-    NOT_GIVEN,
+    ABSENT,
     Value(profile='setup = ["module purge", "module load cuda/12.4 nccl", "ulimit -c 0"]'),
     Value(
         profile='setup = ["source /nowhere/conda.sh", ". \\"$HOME/venv\\"/bin/activate", "conda activate pt"]',
@@ -113,7 +119,7 @@ SETUPS = (
     ),
 )
 PROFILES = (
-    NOT_GIVEN,
+    ABSENT,
     Value(
         profile=f'fabric_interface = "ib0"\nsignal_lead_s = 300\nenv = {{ P = {json.dumps(TWO_LINES + PLAIN)} }}',
         exports={"P": TWO_LINES + PLAIN, "GLOO_SOCKET_IFNAME": "ib0"},
@@ -121,7 +127,7 @@ PROFILES = (
     Value(profile='sbatch = { nice = "7" }\ngrace_s = 30', reads={"nice": "7"}),
 )
 TIMES = [
-    NOT_GIVEN,
+    ABSENT,
     *(
         Value(("--time", typed), reads={"time": read})
         for typed, read in (
@@ -136,7 +142,7 @@ TIMES = [
     ),
 ]
 NAMES = [
-    NOT_GIVEN,
+    ABSENT,
     *(
         Value((f"--name={typed}",), reads={"job-name": f"{read}-xxxxxx"})
         for typed, read in (
@@ -147,26 +153,26 @@ NAMES = [
         )
     ),
 ]
-PASSED = (
-    NOT_GIVEN,
-    passed("comment", PLAIN),
-    passed("wckey", "a b"),
+SBATCH_OPTIONS = (
+    ABSENT,
+    sbatch_option("comment", PLAIN),
+    sbatch_option("wckey", "a b"),
     Value(("--sbatch", "exclusive", "--sbatch", "--contiguous="),
           reads={"exclusive": "exclusive", "contiguous": "set"}),
     Value(("--sbatch", "mail_type=END,FAIL", "--sbatch", "mail-user=me+x@example.org"),
           reads={"mail-type": "END,FAIL", "mail-user": "me+x@example.org"}),
-    passed("switches", "1@10:00", {"switches": "1@00:10:00"}),
-    passed("licenses", f"{LICENSE}@{LICENSE_SERVER}:2"),
-    passed("prefer", "ib&rack1"),
-    passed("distribution", "block:cyclic"),
-    passed("error", "e '%j'.log", {}),
-    passed("kill-on-invalid-dep", "yes"),
-    passed("begin", "now+1hour", {}),
-    passed("container", "/oci/it's a bundle"),
+    sbatch_option("switches", "1@10:00", {"switches": "1@00:10:00"}),
+    sbatch_option("licenses", f"{LICENSE}@{LICENSE_SERVER}:2"),
+    sbatch_option("prefer", "ib&rack1"),
+    sbatch_option("distribution", "block:cyclic"),
+    sbatch_option("error", "e '%j'.log", {}),
+    sbatch_option("kill-on-invalid-dep", "yes"),
+    sbatch_option("begin", "now+1hour", {}),
+    sbatch_option("container", "/oci/it's a bundle"),
 )  # fmt: skip
-# In the environment of the first run of a sweep.
+# ``exports`` is the environment of a sweep's first run.
 SWEEPS = (
-    NOT_GIVEN,
+    ABSENT,
     Value(("--grid", "train.seed=1,2"), reads={"array": "0-1"}),
     Value(("--grid", f"env.S={json.dumps([PLAIN, 'b'])}", "--at-once", "1"),
           reads={"array": "0-1%1"}, exports={"S": PLAIN}),
@@ -175,27 +181,27 @@ SWEEPS = (
 
 
 def _exported(**values: str) -> Value:
-    """As in the [env] of a recipe: what --env gives is not in the script. JSON is TOML but for the DEL sign."""
+    """Return variables set with --set, because those of --env are not in the script; JSON is TOML except for DEL."""
     texts = {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in values.items()}
     return Value(tuple(w for name, text in texts.items() for w in ("--set", f"env.{name}={text}")), exports=values)
 
 
 ENVIRONMENT = [_exported(V=value) for value in HOSTILE]
 MORE_ENVIRONMENT = (
-    NOT_GIVEN,
+    ABSENT,
     _exported(OMP_NUM_THREADS="3", TERM=""),
     _exported(NCCL_DEBUG="INFO", _A1="x=y="),
 )
 
 VALUES: Mapping[str, Sequence[Value]] = {
-    "partition": given("partition", "low", "high", "high,low"),
-    "account": given("account", "proj", PLAIN),
-    "qos": given("qos", "normal", "it's 'high'"),
-    "constraint": given("constraint", "ib", "ib&h100", "rack1|rack2", "[rack1|rack2]", "(ib&h100)|rack1"),
-    "reservation": given("reservation", RESERVATION),
-    "mem": [*given("mem", "100G", "64000"), Value(("--mem", "0"))],
-    # Jobs that no testbed has had: what an ending one was would decide whether sbatch takes it.
-    "dependency": given(
+    "partition": option_values("partition", "low", "high", "high,low"),
+    "account": option_values("account", "proj", PLAIN),
+    "qos": option_values("qos", "normal", "it's 'high'"),
+    "constraint": option_values("constraint", "ib", "ib&h100", "rack1|rack2", "[rack1|rack2]", "(ib&h100)|rack1"),
+    "reservation": option_values("reservation", RESERVATION),
+    "mem": [*option_values("mem", "100G", "64000"), Value(("--mem", "0"))],
+    # Job ids that the testbed never had: the state of existing jobs would affect whether sbatch accepts them.
+    "dependency": option_values(
         "dependency",
         "singleton",
         "afterok:6000012",
@@ -204,19 +210,19 @@ VALUES: Mapping[str, Sequence[Value]] = {
     ),
     "time": TIMES,
     "name": NAMES,
-    "passed": PASSED,
+    "passed": SBATCH_OPTIONS,
     "setup": SETUPS,
     "environment": ENVIRONMENT,
     "more environment": MORE_ENVIRONMENT,
     "requeues": [
-        NOT_GIVEN,
+        ABSENT,
         Value(("--max-requeues", "0"), reads={"no-requeue": "no-requeue"}),
         Value(("--max-requeues", "3"), reads={"requeue": "requeue"}),
     ],
     "sweep": SWEEPS,
-    "share": [NOT_GIVEN, Value(("--share",))],
+    "share": [ABSENT, Value(("--share",))],
     "checkpoints": [
-        NOT_GIVEN,
+        ABSENT,
         *(Value(("--checkpoint-dir", d)) for d in ("checks", "my checks/$(touch pwned) it's é")),
     ],
 }

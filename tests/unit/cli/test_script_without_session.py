@@ -13,7 +13,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.cli.main import main
 from clustertrain.run.run_dir import RunDir
-from tests.unit.report.live_runs import alive, begin, new_run, record
+from tests.unit.report.live_runs import begin, create_job, new_run, record
 
 RunCli = Callable[..., str]
 SCRIPT = '[job]\nbackend = "local"\n[script]\npath = "train.py"\ncwd = "/tmp"\n'
@@ -79,7 +79,7 @@ def test_trainer_that_died_before_its_first_step_has_goodput_0(run_cli: RunCli, 
 def test_active_attempt_has_a_state_and_no_ending(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_run(tmp_path, time.time())
     begin(run, time.time(), ["a"], steps=20)
-    alive("local-1", run)
+    create_job("local-1", run)
     shown = run_cli("status", run.id)
     assert "ending" not in shown
     assert any(line.split()[-1:] == ["state"] for line in shown.splitlines())

@@ -1,4 +1,4 @@
-"""How measurements are combined, with a shell script in place of the Python interpreter.
+"""Combination of measurements, with a shell script in place of the Python interpreter.
 
 tests/ranks/test_measured_rates.py runs real measurements.
 """
@@ -27,7 +27,7 @@ def print_lines(*lines: str) -> str:
 
 
 @pytest.fixture
-def measured(tmp_path: Path) -> Measure:
+def measure(tmp_path: Path) -> Measure:
     """Return a function that measures with a shell script; each argument is the script of one measurement."""
 
     def call(
@@ -49,65 +49,68 @@ def measured(tmp_path: Path) -> Measure:
     return call
 
 
-def test_all_measurements_succeed(measured: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_measurements_succeed(measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    result = measured(
+    result = measure(
         gemm=print_lines(DEVICE, GEMM),
         inside=print_lines(BUS),
         across=print_lines('{"bus_gb_s": 45.0}'),
         nodes=("a", "b"),
     )
     assert result.failures == () and result.measured is not None
-    m = result.measured
-    assert (m.gemm_tflops, m.gemm_dtype, m.node_bus_gb_s, m.fabric_bus_gb_s) == (612.3, "bf16", 361.2, 45.0)
-    assert (m.device, m.ranks, m.nodes, m.torch) == ("NVIDIA H100", 8, 2, "2.13.0")
+    rates = result.measured
+    assert (rates.gemm_tflops, rates.gemm_dtype, rates.node_bus_gb_s, rates.fabric_bus_gb_s) == (
+        612.3,
+        "bf16",
+        361.2,
+        45.0,
+    )
+    assert (rates.device, rates.ranks, rates.nodes, rates.torch) == ("NVIDIA H100", 8, 2, "2.13.0")
     assert result.node == NodeFacts(cpus=Cpus(sockets=2), interfaces=(Interface(name="eth0"),))
 
 
-def test_unknown_node_facts_are_a_separate_failure(measured: Measure) -> None:
-    result = measured(
+def test_unknown_node_facts_are_a_separate_failure(measure: Measure) -> None:
+    result = measure(
         gemm=print_lines(DEVICE, GEMM), inside=print_lines(BUS), facts=print_lines('{"node": {"moons": 2}}')
     )
     assert result.node is None and result.measured is not None
     assert result.failures[0].startswith("reading the node's hardware: the node: unknown key 'moons'")
 
 
-def test_failed_measurement_keeps_the_others(measured: Measure) -> None:
-    result = measured(gemm=print_lines(DEVICE, GEMM), inside="echo started; echo boom >&2; exit 3")
+def test_failed_measurement_keeps_the_others(measure: Measure) -> None:
+    result = measure(gemm=print_lines(DEVICE, GEMM), inside="echo started; echo boom >&2; exit 3")
     assert result.measured is not None
     assert (result.measured.gemm_tflops, result.measured.node_bus_gb_s) == (612.3, None)
     assert result.failures == ("measuring an all-reduce over 8 ranks of one node: exit code 3: started / boom",)
-    result = measured(
-        gemm=print_lines(DEVICE, '{"error": "OutOfMemoryError: x"}') + "; exit 1", inside=print_lines(BUS)
-    )
+    result = measure(gemm=print_lines(DEVICE, '{"error": "OutOfMemoryError: x"}') + "; exit 1", inside=print_lines(BUS))
     assert result.failures == ("measuring matrix products: OutOfMemoryError: x",)
     assert result.measured is not None and result.measured.node_bus_gb_s == 361.2
 
 
-def test_first_failed_rank_is_quoted(measured: Measure) -> None:
+def test_first_failed_rank_is_quoted(measure: Measure) -> None:
     errors = print_lines('{"error": "OutOfMemoryError: x"}', '{"error": "RuntimeError: connection closed by peer"}')
-    result = measured(gemm=print_lines(DEVICE, GEMM), inside=errors + "; exit 1")
+    result = measure(gemm=print_lines(DEVICE, GEMM), inside=errors + "; exit 1")
     assert result.failures == ("measuring an all-reduce over 8 ranks of one node: OutOfMemoryError: x",)
 
 
-def test_no_result_gives_no_rates(measured: Measure) -> None:
-    result = measured(gemm="echo no torch; exit 1")
+def test_no_result_gives_no_rates(measure: Measure) -> None:
+    result = measure(gemm="echo no torch; exit 1")
     assert result.measured is None and result.failures == ("measuring matrix products: exit code 1: no torch",)
-    result = measured(gemm=print_lines(DEVICE) + "; exit 1", inside="exit 1")
+    result = measure(gemm=print_lines(DEVICE) + "; exit 1", inside="exit 1")
     assert result.measured is None and len(result.failures) == 2
     result = bench.measure(BenchTarget(python="/no/such/python"), lambda _: None)
     assert result.measured is None and "cannot be started" in result.failures[0]
 
 
-def test_one_gpu_skips_the_all_reduce(measured: Measure) -> None:
-    result = measured(gemm=print_lines(DEVICE.replace("8,", "1,"), GEMM), inside="exit 1")
+def test_one_gpu_skips_the_all_reduce(measure: Measure) -> None:
+    result = measure(gemm=print_lines(DEVICE.replace("8,", "1,"), GEMM), inside="exit 1")
     assert result.failures == () and result.measured is not None and result.measured.ranks == 1
     assert any("one GPU" in note for note in result.notes)
 
 
-def test_measurement_times_out(measured: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_times_out(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "TIMEOUT_S", 0.3)
-    result = measured(gemm="exec sleep 600")
+    result = measure(gemm="exec sleep 600")
     assert result.failures[-1] == "measuring matrix products: took longer than 0.3 s"
 
 

@@ -15,8 +15,8 @@ def detect(stub: Stub, folder: Path, **env: str) -> dict[str, Any]:
     """Run ``cluster detect`` in a child process that loads the stub."""
     argv = [sys.executable, "-m", "clustertrain", "cluster", "detect", "here", "--local", "--dry-run", "--json"]
     environ = stub.environ(XDG_CONFIG_HOME=str(folder), **env)
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True, timeout=60)
-    document: dict[str, Any] = json.loads(done.stdout)
+    result = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True, timeout=60)
+    document: dict[str, Any] = json.loads(result.stdout)
     return document
 
 

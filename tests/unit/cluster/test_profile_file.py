@@ -71,10 +71,10 @@ def test_force_overwrites_values() -> None:
 
 def test_repeated_merge_changes_nothing() -> None:
     text = profile_file.merge(USER_PROFILE, DETECTED, {}, force=True).text
-    again = profile_file.merge(
+    repeated = profile_file.merge(
         text, {**DETECTED, "grace_s": DetectedValue(20, "an integer is the same")}, {"measured": None}
     )
-    assert (again.text, again.written, again.conflicts) == (text, (), ())
+    assert (repeated.text, repeated.written, repeated.conflicts) == (text, (), ())
 
 
 def test_measured_rates_are_replaced() -> None:
@@ -86,8 +86,8 @@ def test_measured_rates_are_replaced() -> None:
 
 def test_fabric_rate_is_kept_by_a_one_node_measurement() -> None:
     two = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
-    kept = profile_file.carry_over_fabric_rate(two, MEASURED)
-    assert kept == msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
+    carried_over = profile_file.carry_over_fabric_rate(two, MEASURED)
+    assert carried_over == msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
     newer = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=40.0, nodes=4)
     assert profile_file.carry_over_fabric_rate(two, newer) == newer
     other = msgspec.structs.replace(MEASURED, device="NVIDIA A100")
@@ -102,13 +102,13 @@ def test_hostile_text_stays_in_its_comment() -> None:
 
 
 def test_link_and_permissions_are_kept(tmp_path: Path) -> None:
-    real, link = tmp_path / "real.toml", tmp_path / "link.toml"
-    real.write_text("")
-    real.chmod(0o664)
-    link.symlink_to(real)
+    target, link = tmp_path / "real.toml", tmp_path / "link.toml"
+    target.write_text("")
+    target.chmod(0o664)
+    link.symlink_to(target)
     profile_file.write(link, 'partition = "x"\n')
-    assert link.is_symlink() and real.read_text() == 'partition = "x"\n'
-    assert real.stat().st_mode & 0o777 == 0o664
+    assert link.is_symlink() and target.read_text() == 'partition = "x"\n'
+    assert target.stat().st_mode & 0o777 == 0o664
 
 
 def test_invalid_profile_raises() -> None:

@@ -92,9 +92,9 @@ def test_site_24_11_with_autodetected_type_and_reserved_cores() -> None:
         "partition": "normal",
         "device": "cuda",
         "gpus_per_node": 2,
-        "gpu_type": "nvidia_a100_80gb_pcie",  # the site's name, which sbatch needs
+        "gpu_type": "nvidia_a100_80gb_pcie",  # sbatch needs the site's name
         "gpus_flag": "gpus-per-node",
-        "cpus_per_gpu": 112,  # of CPUEfctv=224, not CPUTot=256
+        "cpus_per_gpu": 112,  # from CPUEfctv=224, not CPUTot=256
     }
     assert "a100-pcie-80gb with 80 GiB" in detected.keys["gpu_type"].source
     assert any("no time limit" in note for note in detected.notes)
@@ -139,7 +139,7 @@ def test_values_with_blanks_and_equal_signs() -> None:
         "NodeName=n1 CPUTot=4 Gres=gpu:2 Partitions=dev,CPU nodes (amd) Reason=swap Gres=none [root@2024-01-01]"
     )
     assert node.partitions == ("dev", "CPU nodes (amd)")
-    assert node.gpus == (Gres("gpu", "", 2),) and node.cpus == 4  # before 22.05 there was no CPUEfctv
+    assert node.gpus == (Gres("gpu", "", 2),) and node.cpus == 4  # no CPUEfctv before 22.05
 
 
 def test_partition_with_most_gpus_if_default_has_none(testbed: Site) -> None:

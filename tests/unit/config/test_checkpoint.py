@@ -39,15 +39,15 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["auto", "10min", "1h", "250"])
 def test_set_value_survives_spec_toml(text: str, tmp_path: Path) -> None:
-    asked = table(every=parse_value(text))
-    assert asked.every == (250 if text == "250" else text)
-    frozen = tmp_path / "spec.toml"
-    frozen.write_text(tomli_w.dumps(msgspec.to_builtins(asked)))
-    assert build(load_toml(frozen), CheckpointSpec, "spec.toml") == asked
+    spec = table(every=parse_value(text))
+    assert spec.every == (250 if text == "250" else text)
+    file = tmp_path / "spec.toml"
+    file.write_text(tomli_w.dumps(msgspec.to_builtins(spec)))
+    assert build(load_toml(file), CheckpointSpec, "spec.toml") == spec
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"every": 0}, "every = 0: must be greater than 0"),
         ({"every": "0s"}, "every = '0s': must be greater than 0"),
@@ -75,10 +75,10 @@ def test_set_value_survives_spec_toml(text: str, tmp_path: Path) -> None:
         ({"remote_keep": 2}, "remote_keep = 2 has no effect without remote"),
     ],
 )
-def test_invalid_value_names_key_and_fix(values: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_key_and_fix(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
-    assert said in str(e.value)
+    assert message in str(e.value)
 
 
 def test_every_accepts_steps_durations_and_auto() -> None:

@@ -1,4 +1,4 @@
-"""Cluster profiles: what detect and the plan share."""
+"""Cluster profiles: keys that both `cluster detect` and the plan use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_measured_rates_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("gpus_per_node = -1", "gpus_per_node = -1"),
         ("[measured]\nnode_bus_gb_s = 0", "greater than 0"),
@@ -30,8 +30,8 @@ def test_measured_rates_are_read(tmp_path: Path) -> None:
         ('[measured]\ngemm_dtype = "tf32"', "use one of"),
     ],
 )
-def test_invalid_profile_is_refused(text: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
 
 

@@ -1,4 +1,4 @@
-"""GPU names as sites and drivers write them."""
+"""GPU names of sites and drivers, and the catalog of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clustertrain.config import hardware
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "gpu_type"),
     [
         ("h100", "h100"),
         ("H100", "h100"),
@@ -31,9 +31,9 @@ from clustertrain.config import hardware
         ("mi300x", "mi300x"),
     ],
 )
-def test_known_gpu_names(name: str, found: str) -> None:
+def test_known_gpu_names(name: str, gpu_type: str) -> None:
     gpu = hardware.find_gpu_type(name)
-    assert gpu is not None and gpu.name == found
+    assert gpu is not None and gpu.name == gpu_type
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "h100-20gb", "x9000", "a100_1g.10gb", "nvidia_a100_3g.20gb", "a100 h100"])
@@ -84,8 +84,8 @@ def test_every_gpu_has_positive_rates() -> None:
 
 
 def test_gpu_generations_get_faster() -> None:
-    found = [hardware.find_gpu_type(name) for name in ("v100", "a100-80gb", "h100", "b200")]
-    for older, newer in pairwise(found):
+    generations = [hardware.find_gpu_type(name) for name in ("v100", "a100-80gb", "h100", "b200")]
+    for older, newer in pairwise(generations):
         assert older is not None and newer is not None
         assert newer.tflops > older.tflops and newer.memory_gb_s > older.memory_gb_s
         assert newer.link_gb_s > older.link_gb_s and newer.memory_gib >= older.memory_gib

@@ -42,7 +42,7 @@ def test_unknown_choice_lists_nearest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"schedul": "1f1b"}, "did you mean parallel.schedule"),
         ({"schedule": "1f2b"}, "parallel.schedule"),
@@ -54,7 +54,7 @@ def test_unknown_choice_lists_nearest_first() -> None:
         ({"offload": "yes"}, "parallel.offload"),
     ],
 )
-def test_invalid_value_names_key(values: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_key(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
-    assert said in str(e.value)
+    assert message in str(e.value)

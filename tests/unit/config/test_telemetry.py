@@ -1,4 +1,4 @@
-"""The ``[telemetry]`` table: what could not work is refused before the queue."""
+"""The ``[telemetry]`` table: values that cannot work are refused at submission."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_valid_address_is_accepted(address: str) -> None:
     assert read(f'telemetry.prometheus = {{port = 9400, address = "{address}"}}').prometheus.address == address
 
 
-@pytest.mark.parametrize(("port", "taken"), [(65503, True), (65504, False), (65535, False), (0, True), (-1, False)])
-def test_port_leaves_room_for_retries(port: int, taken: bool) -> None:
+@pytest.mark.parametrize(("port", "accepted"), [(65503, True), (65504, False), (65535, False), (0, True), (-1, False)])
+def test_port_leaves_room_for_retries(port: int, accepted: bool) -> None:
     table: dict[str, Any] = {"telemetry": {"prometheus": {"port": port}}}
-    if taken:
+    if accepted:
         assert build(table, Recipe, "it.toml").telemetry.prometheus.port == port
         return
     with pytest.raises(ConfigError, match=f"port = {port}: must lie between 0 and 65503"):
@@ -101,7 +101,7 @@ def test_webhook_url_may_come_from_env_or_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "message"),
     [
         ('webhook_env = "https://host/very-secret"', "the name of an environment variable"),
         ('webhook_env = "1X"', "the name of an environment variable"),
@@ -110,7 +110,7 @@ def test_webhook_url_may_come_from_env_or_file() -> None:
         ('webhook_file = "/x"\nwebhook_env = "HOOK"', "keep one"),
     ],
 )
-def test_invalid_webhook_source_is_refused(text: str, word: str) -> None:
-    with pytest.raises(ConfigError, match=word) as e:
+def test_invalid_webhook_source_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as e:
         read("\n".join(f"telemetry.alerts.{line}" for line in text.splitlines()))
     assert "very-secret" not in str(e.value)

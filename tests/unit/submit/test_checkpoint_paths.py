@@ -1,4 +1,4 @@
-"""What of the folders and URLs for checkpoints is refused before anything is made."""
+"""Folders and URLs for checkpoints that are refused before anything is created."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from clustertrain.submit.transaction import dry_run
 from tests.fakes.slurm.fixture import FakeSlurm
 
 
-def notes(tmp_path: Path, *assignments: str, **more: Any) -> tuple[str, ...]:
-    return dry_run(SubmitRequest(cwd=tmp_path, assignments=assignments, **more)).notes
+def notes(tmp_path: Path, *assignments: str, **options: Any) -> tuple[str, ...]:
+    return dry_run(SubmitRequest(cwd=tmp_path, assignments=assignments, **options)).notes
 
 
 def test_remote_url_without_package_is_refused(
@@ -45,9 +45,11 @@ def test_node_folder_is_checked_on_local_backend(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is a file, not a folder"):
         notes(tmp_path, f"checkpoint.local={tmp_path}/file/x", **local)
-    said = [n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n]
-    assert said == [
+    node_folder_notes = [
+        n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n
+    ]
+    assert node_folder_notes == [
         "checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; it is used on nodes where it is available"
     ]
-    # Of a node of Slurm's nothing can be told from here.
+    # The environment of Slurm's nodes is unknown here.
     assert not any("checkpoint.local" in n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x"))

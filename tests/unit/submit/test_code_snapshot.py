@@ -39,25 +39,25 @@ def repository(tmp_path: Path) -> Path:
 
 
 def take(
-    script: Path, tmp_path: Path, limit_mib: int = 100, without: Path | None = None, include: tuple[str, ...] = ()
+    script: Path, tmp_path: Path, limit_mib: int = 100, excluded: Path | None = None, include: tuple[str, ...] = ()
 ) -> tuple[CodeSnapshot, list[str]]:
     target = tmp_path / "run" / "code"
     target.parent.mkdir(exist_ok=True)
-    made = code_snapshot.take_snapshot(script, target, limit_mib=limit_mib, exclude=without, include=include)
-    assert [p.name for p in target.parent.iterdir()] == ["code"]  # no scratch folder is left
+    snapshot = code_snapshot.take_snapshot(script, target, limit_mib=limit_mib, exclude=excluded, include=include)
+    assert [p.name for p in target.parent.iterdir()] == ["code"]  # no temporary folder is left
     names = [str(Path(folder, n).relative_to(target)) for folder, sub, files in os.walk(target) for n in files]
     links = [
         str(Path(f, n).relative_to(target)) for f, sub, _ in os.walk(target) for n in sub if Path(f, n).is_symlink()
     ]
-    return made, sorted(names + links)
+    return snapshot, sorted(names + links)
 
 
 def test_tracked_and_new_files_are_copied_ignored_are_not(repository: Path, tmp_path: Path) -> None:
     write(repository / "new file.py")
     write(repository / "weights.bin")
     write(repository / "data" / "x.txt")
-    made, names = take(repository / "scripts" / "train.py", tmp_path)
-    assert made.script == "scripts/train.py" and made.root == repository
+    snapshot, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert snapshot.script == "scripts/train.py" and snapshot.root == repository
     assert names == [".gitignore", "new file.py", "scripts/train.py", "src/lib.py"]
     assert (tmp_path / "run" / "code" / "scripts" / "train.py").read_text() == "print('train')"
 
@@ -72,8 +72,8 @@ def test_working_tree_is_copied_not_commit(repository: Path, tmp_path: Path) -> 
 
 def test_ignored_script_is_copied(repository: Path, tmp_path: Path) -> None:
     script = write(repository / "data" / "train.py")
-    made, names = take(script, tmp_path)
-    assert made.script == "data/train.py" and "data/train.py" in names
+    snapshot, names = take(script, tmp_path)
+    assert snapshot.script == "data/train.py" and "data/train.py" in names
 
 
 def test_file_modes_are_kept(repository: Path, tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_file_modes_are_kept(repository: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a b.py", "it's.py", "$(touch x).py", "ü.py", "new\nline.py", "-rf", "%j.py"])
 def test_hostile_names(name: str, repository: Path, tmp_path: Path) -> None:
     write(repository / name)
-    made, names = take(repository / name, tmp_path)
-    assert name in names and made.script == name
+    snapshot, names = take(repository / name, tmp_path)
+    assert name in names and snapshot.script == name
 
 
 def test_links_inside_tree_stay_links(repository: Path, tmp_path: Path) -> None:
@@ -113,54 +113,56 @@ def test_links_to_external_files_stay_links_and_are_reported(repository: Path, t
     outside = write(tmp_path / "elsewhere" / "settings.toml", "a = 1")
     (repository / "settings.toml").symlink_to("../elsewhere/settings.toml")
     (repository / "config").symlink_to(".git/config")
-    made, _ = take(repository / "scripts" / "train.py", tmp_path)
+    snapshot, _ = take(repository / "scripts" / "train.py", tmp_path)
     link = tmp_path / "run" / "code" / "settings.toml"
     assert str(link.readlink()) == str(outside) and link.read_text() == "a = 1"
-    assert made.external_links == (
+    assert snapshot.external_links == (
         f"config -> {repository / '.git' / 'config'}",
         f"settings.toml -> {outside}",
     )
 
 
 def test_tracked_folder_replaced_by_link(repository: Path, tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere" / "lib.py", "of somebody else")
+    write(tmp_path / "elsewhere" / "lib.py", "outside of the repository")
     shutil.rmtree(repository / "src")
     (repository / "src").symlink_to("../elsewhere")
-    made, names = take(repository / "scripts" / "train.py", tmp_path)
+    snapshot, names = take(repository / "scripts" / "train.py", tmp_path)
     assert "src" in names and str((tmp_path / "run" / "code" / "src").readlink()) == str(tmp_path / "elsewhere")
-    assert made.external_links == (f"src -> {tmp_path / 'elsewhere'}",)
+    assert snapshot.external_links == (f"src -> {tmp_path / 'elsewhere'}",)
 
 
 SECRET_NAMES = (".env", ".env.local", "conf/.env", "deploy.pem", "id_rsa", ".netrc", ".aws/credentials",
                 ".docker/config.json", "credentials-prod.json", ".ssh/config")  # fmt: skip
 
 
-def test_secrets_are_left_out_and_reported(repository: Path, tmp_path: Path) -> None:
+def test_secrets_are_skipped_and_reported(repository: Path, tmp_path: Path) -> None:
     for name in SECRET_NAMES:
         write(repository / name, "s3cret")
     (repository / "settings").symlink_to(".env")
     write(repository / ".env.example")
     write(repository / "id_rsa_tools.py")
     git(repository, "add", "-A")  # tracked or not
-    made, names = take(repository / "scripts" / "train.py", tmp_path)
-    assert set(made.skipped_secrets) == {*SECRET_NAMES, "settings"} and not set(made.skipped_secrets) & set(names)
+    snapshot, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert set(snapshot.skipped_secrets) == {*SECRET_NAMES, "settings"} and not set(snapshot.skipped_secrets) & set(
+        names
+    )
     assert {".env.example", "id_rsa_tools.py"} <= set(names)
-    assert made.files == len(names)
+    assert snapshot.files == len(names)
 
 
 def test_link_to_ignored_secret_is_not_followed(repository: Path, tmp_path: Path) -> None:
     write(repository / "data" / ".env", "s3cret")
     (repository / "settings").symlink_to("data/.env")
-    made, names = take(repository / "scripts" / "train.py", tmp_path)
-    assert made.skipped_secrets == ("settings",) and "settings" not in names
+    snapshot, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert snapshot.skipped_secrets == ("settings",) and "settings" not in names
 
 
 def test_included_secret_is_copied(repository: Path, tmp_path: Path) -> None:
     write(repository / ".env")
     write(repository / "certificates" / "ca.pem")
     write(repository / "key.pem")
-    made, names = take(repository / "scripts" / "train.py", tmp_path, include=(".env", "certificates/*"))
-    assert {".env", "certificates/ca.pem"} <= set(names) and made.skipped_secrets == ("key.pem",)
+    snapshot, names = take(repository / "scripts" / "train.py", tmp_path, include=(".env", "certificates/*"))
+    assert {".env", "certificates/ca.pem"} <= set(names) and snapshot.skipped_secrets == ("key.pem",)
 
 
 @pytest.mark.parametrize("pattern", ["", "[", "certificate/*", ".env"])
@@ -173,11 +175,11 @@ def test_include_pattern_without_match_is_refused(repository: Path, tmp_path: Pa
     assert "git ignores" in str(e.value.fix)
 
 
-def test_secrets_are_left_out_without_git(tmp_path: Path) -> None:
+def test_secrets_are_skipped_without_git(tmp_path: Path) -> None:
     script = write(tmp_path / "plain" / "train.py")
     write(tmp_path / "plain" / ".env")
-    made, names = take(script, tmp_path)
-    assert made.skipped_secrets == (".env",) and names == ["train.py"]
+    snapshot, names = take(script, tmp_path)
+    assert snapshot.skipped_secrets == (".env",) and names == ["train.py"]
 
 
 @pytest.mark.parametrize("group", [0o000, 0o050])
@@ -189,15 +191,15 @@ def test_group_access_never_exceeds_file_mode(group: int, repository: Path, tmp_
     code = tmp_path / "run" / "code"
     code_snapshot.grant_group_access(code, group)
     shared = {"src/lib.py": 0o750, "private.py": 0o600, "tool": 0o700, "open.py": 0o640}
-    alone = {"src/lib.py": 0o700, "private.py": 0o600, "tool": 0o700, "open.py": 0o600}
-    assert {name: stat.S_IMODE((code / name).stat().st_mode) for name in modes} == (shared if group else alone)
+    private = {"src/lib.py": 0o700, "private.py": 0o600, "tool": 0o700, "open.py": 0o600}
+    assert {name: stat.S_IMODE((code / name).stat().st_mode) for name in modes} == (shared if group else private)
 
 
 def test_external_worktree_is_not_copied(repository: Path, tmp_path: Path) -> None:
     write(tmp_path / "private.txt")
     git(repository, "config", "core.worktree", str(tmp_path))
-    made, names = take(repository / "scripts" / "train.py", tmp_path)
-    assert made.root == repository / "scripts" and names == ["train.py"]
+    snapshot, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert snapshot.root == repository / "scripts" and names == ["train.py"]
 
 
 def test_broken_git_config_is_reported(repository: Path, tmp_path: Path) -> None:
@@ -210,10 +212,10 @@ def test_broken_git_config_is_reported(repository: Path, tmp_path: Path) -> None
 def test_links_to_external_folders_are_reported(repository: Path, tmp_path: Path) -> None:
     write(tmp_path / "datasets" / "big.txt", "data")
     (repository / "datasets").symlink_to("../datasets")
-    made, _ = take(repository / "scripts" / "train.py", tmp_path)
+    snapshot, _ = take(repository / "scripts" / "train.py", tmp_path)
     link = tmp_path / "run" / "code" / "datasets"
     assert str(link.readlink()) == str(tmp_path / "datasets") and (link / "big.txt").read_text() == "data"
-    assert made.external_links == (f"datasets -> {tmp_path / 'datasets'}",)
+    assert snapshot.external_links == (f"datasets -> {tmp_path / 'datasets'}",)
 
 
 def test_dangling_and_circular_links_are_kept(repository: Path, tmp_path: Path) -> None:
@@ -226,9 +228,9 @@ def test_dangling_and_circular_links_are_kept(repository: Path, tmp_path: Path) 
 def test_linked_script_keeps_its_place(repository: Path, tmp_path: Path) -> None:
     real = write(tmp_path / "elsewhere" / "real.py", "real")
     (repository / "linked.py").symlink_to(real)
-    made, _ = take(repository / "linked.py", tmp_path)
-    assert made.script == "linked.py" and (tmp_path / "run" / "code" / "linked.py").read_text() == "real"
-    assert made.script_source == str(real) and not (tmp_path / "run" / "code" / "linked.py").is_symlink()
+    snapshot, _ = take(repository / "linked.py", tmp_path)
+    assert snapshot.script == "linked.py" and (tmp_path / "run" / "code" / "linked.py").read_text() == "real"
+    assert snapshot.script_source == str(real) and not (tmp_path / "run" / "code" / "linked.py").is_symlink()
 
 
 def test_submodules_and_nested_repositories_are_copied(repository: Path, tmp_path: Path) -> None:
@@ -244,14 +246,14 @@ def test_submodules_and_nested_repositories_are_copied(repository: Path, tmp_pat
     assert "third party/library/module.py" in names and "scripts/nested/inner.py" in names
 
 
-def test_unchecked_out_submodule_is_left_out(repository: Path, tmp_path: Path) -> None:
+def test_submodule_that_is_not_checked_out_is_skipped(repository: Path, tmp_path: Path) -> None:
     git(repository, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},missing")
     (repository / "missing").mkdir()
     _, names = take(repository / "scripts" / "train.py", tmp_path)
     assert not any(name.startswith("missing") for name in names)
 
 
-def test_caches_and_venvs_are_left_out_without_git(tmp_path: Path) -> None:
+def test_caches_and_venvs_are_skipped_without_git(tmp_path: Path) -> None:
     root = tmp_path / "plain"
     script = write(root / "train.py")
     write(root / "package" / "module.py")
@@ -260,8 +262,8 @@ def test_caches_and_venvs_are_left_out_without_git(tmp_path: Path) -> None:
     write(root / "my-env" / "pyvenv.cfg")
     write(root / "my-env" / "lib.py")
     os.mkfifo(root / "pipe")
-    made, names = take(script, tmp_path)
-    assert names == ["package/module.py", "train.py"] and made.root == root
+    snapshot, names = take(script, tmp_path)
+    assert names == ["package/module.py", "train.py"] and snapshot.root == root
 
 
 def test_size_limit_names_largest_files_and_leaves_nothing(repository: Path, tmp_path: Path) -> None:
@@ -280,9 +282,9 @@ def test_too_many_files_are_refused(repository: Path, tmp_path: Path, monkeypatc
         take(repository / "scripts" / "train.py", tmp_path)
 
 
-def test_runs_folder_is_left_out(repository: Path, tmp_path: Path) -> None:
+def test_runs_folder_is_skipped(repository: Path, tmp_path: Path) -> None:
     write(repository / "home" / "runs" / "old" / "spec.toml")
-    _, names = take(repository / "scripts" / "train.py", tmp_path, without=repository / "home")
+    _, names = take(repository / "scripts" / "train.py", tmp_path, excluded=repository / "home")
     assert not any(name.startswith("home") for name in names)
 
 

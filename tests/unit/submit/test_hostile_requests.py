@@ -1,4 +1,4 @@
-"""Requests that cannot run fail at once, with the thing, the reason and the fix in the message, and no traceback."""
+"""Requests that cannot run fail immediately, with a message that has the reason and the fix, and no traceback."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from clustertrain.submit.preflight import filesystem
 from tests.fakes.slurm.fixture import FakeSlurm
 
 LONG = "a" * 256
-Type = Callable[..., tuple[int, str]]
+RunCli = Callable[..., tuple[int, str]]
 LOCAL = ("submit", "--dry-run", "--backend", "local")
 SLURM = ("submit", "--dry-run", "--backend", "slurm")
 
 
 @pytest.fixture
-def type_(
+def run_cli(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Type:
+) -> RunCli:
     monkeypatch.chdir(tmp_path)
 
-    def type_(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+    def run_cli(*argv: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *argv])
         code = main()
         return code, capsys.readouterr().err
 
-    return type_
+    return run_cli
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ("plan", "--checkpoint-dir", "~nouser/x"),
         ("plan", "--set", "data.path=~nouser/x"),
@@ -42,20 +42,22 @@ def type_(
     ],
     ids=" ".join,
 )
-def test_home_of_unknown_user_is_named(words: tuple[str, ...], type_: Type) -> None:
-    code, err = type_(*words)
+def test_home_of_unknown_user_is_named(argv: tuple[str, ...], run_cli: RunCli) -> None:
+    code, err = run_cli(*argv)
     assert code in (1, 78) and "'~nouser/x': ~nouser has no home folder" in err and "fix: write an absolute path" in err
 
 
 @pytest.mark.parametrize("name", ["CLUSTERTRAIN_HOME", "CLUSTERTRAIN_CLUSTER_PATH", "XDG_CONFIG_HOME"])
-def test_home_of_unknown_user_in_environment_is_named(name: str, type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_of_unknown_user_in_environment_is_named(
+    name: str, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "~nouser/x")
-    code, err = type_(*LOCAL, "--cluster", "x") if name != "CLUSTERTRAIN_HOME" else type_("list")
+    code, err = run_cli(*LOCAL, "--cluster", "x") if name != "CLUSTERTRAIN_HOME" else run_cli("list")
     assert code == 78 and f"{name} = '~nouser/x'" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("argv", "code"),
     [
         ((*LOCAL, f"{LONG}.toml"), 2),
         ((*LOCAL, f"{LONG}.py"), 2),
@@ -69,34 +71,36 @@ def test_home_of_unknown_user_in_environment_is_named(name: str, type_: Type, mo
     ],
     ids=lambda value: " ".join(value).replace(LONG, "LONG") if isinstance(value, tuple) else str(value),
 )
-def test_too_long_name_is_refused(words: tuple[str, ...], code: int, type_: Type) -> None:
-    assert type_(*words)[0] == code
+def test_too_long_name_is_refused(argv: tuple[str, ...], code: int, run_cli: RunCli) -> None:
+    assert run_cli(*argv)[0] == code
 
 
-def test_long_run_name_is_cut(type_: Type) -> None:
-    assert type_(*LOCAL, "--name", LONG)[0] == 0
+def test_long_run_name_is_cut(run_cli: RunCli) -> None:
+    assert run_cli(*LOCAL, "--name", LONG)[0] == 0
 
 
 @pytest.mark.parametrize("assignment", ["model.kind=\udcff", "train.st\udcff=3", "model.args.x=[1, '\udcff']"])
-def test_non_utf8_argument_is_named(assignment: str, type_: Type) -> None:
-    code, err = type_("plan", "--set", assignment)
+def test_non_utf8_argument_is_named(assignment: str, run_cli: RunCli) -> None:
+    code, err = run_cli("plan", "--set", assignment)
     assert code == 2 and "is not UTF-8" in err
 
 
 @pytest.mark.parametrize("url", ["memory://x", "simplecache::memory://x", "http://host/x", "data://x"])
-def test_remote_without_storage_is_refused(url: str, type_: Type) -> None:
-    code, err = type_("plan", "--set", f"checkpoint.remote={url}")
+def test_remote_without_storage_is_refused(url: str, run_cli: RunCli) -> None:
+    code, err = run_cli("plan", "--set", f"checkpoint.remote={url}")
     assert code == 78 and f"checkpoint.remote = '{url}'" in err and "fix: give an object store" in err
 
 
-@pytest.mark.parametrize("asked", [("--device", "cuda"), ("--gpu-type", "h100")])
-def test_cuda_needs_gpu_on_local_backend(asked: tuple[str, ...], type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [("--device", "cuda"), ("--gpu-type", "h100")])
+def test_cuda_needs_gpu_on_local_backend(
+    options: tuple[str, ...], run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("clustertrain.submit.preflight.machine.has_gpu", lambda: False)
-    code, err = type_(*LOCAL, *asked)
+    code, err = run_cli(*LOCAL, *options)
     assert code == 78 and "this machine has no GPU" in err and "--device cpu" in err
-    assert type_(*SLURM, *asked)[0] == 0
+    assert run_cli(*SLURM, *options)[0] == 0
     monkeypatch.setattr("clustertrain.submit.preflight.machine.has_gpu", lambda: True)
-    assert type_(*LOCAL, *asked)[0] == 0
+    assert run_cli(*LOCAL, *options)[0] == 0
 
 
 def profile(tmp_path: Path, python: Path) -> None:
@@ -105,47 +109,47 @@ def profile(tmp_path: Path, python: Path) -> None:
     (folder / "site.toml").write_text(f'python = "{python}"\n')
 
 
-def test_missing_profile_python(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_profile_python(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile(tmp_path, tmp_path / "env" / "bin" / "python")
-    code, err = type_(*LOCAL, "--cluster", "site")
+    code, err = run_cli(*LOCAL, "--cluster", "site")
     assert code == 78 and "env/bin/python' of the cluster profile does not exist" in err and "fix: change python" in err
-    code, err = type_(*SLURM, "--cluster", "site")  # the nodes may have it on a disk of theirs
+    code, err = run_cli(*SLURM, "--cluster", "site")  # the nodes may have it on a local disk
     assert code == 0 and "does not exist on this machine" in err
-    # On a filesystem that the nodes see too they do not.
+    # But not on a filesystem that the nodes share.
     mounts = f"1 0 0:1 / / rw - ext4 disk rw\n2 1 0:2 / {tmp_path} rw - nfs4 server:/home rw\n"
     (tmp_path / "mountinfo").write_text(mounts)
     monkeypatch.setattr(filesystem, "_MOUNTINFO", tmp_path / "mountinfo")
-    code, err = type_(*SLURM, "--cluster", "site")
+    code, err = run_cli(*SLURM, "--cluster", "site")
     assert code == 78 and "does not exist, and nfs4 is the same on all nodes" in err
 
 
-def test_profile_python_not_executable(type_: Type, tmp_path: Path) -> None:
+def test_profile_python_not_executable(run_cli: RunCli, tmp_path: Path) -> None:
     profile(tmp_path, tmp_path / "python")
     (tmp_path / "python").write_text("")
-    code, err = type_(*LOCAL, "--cluster", "site")
+    code, err = run_cli(*LOCAL, "--cluster", "site")
     assert code == 78 and "cannot be executed" in err
     (tmp_path / "python").chmod(0o755)
-    assert type_(*LOCAL, "--cluster", "site")[0] == 0
+    assert run_cli(*LOCAL, "--cluster", "site")[0] == 0
 
 
-def test_home_below_file_is_refused(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_below_file_is_refused(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "file" / "x"))
-    code, err = type_(*LOCAL)
+    code, err = run_cli(*LOCAL)
     assert code == 78 and f"{tmp_path / 'file'} is a file, not a folder" in err
 
 
-def test_only_python_files_are_scripts(type_: Type, tmp_path: Path) -> None:
+def test_only_python_files_are_scripts(run_cli: RunCli, tmp_path: Path) -> None:
     for name, text in (("conf.yaml", "a: 1"), ("data.json", "{}"), ("run.sh", "#!/bin/sh\n"), ("empty", "")):
         (tmp_path / name).write_text(text)
-        code, err = type_(*LOCAL, name)
+        code, err = run_cli(*LOCAL, name)
         assert code == 2 and f"{name}: " in err and "neither a recipe nor a Python script" in err
     for name, text in (("train.py", ""), ("train", "#!/usr/bin/env python3\n")):
         (tmp_path / name).write_text(text)
-        assert type_(*LOCAL, name)[0] == 0
+        assert run_cli(*LOCAL, name)[0] == 0
 
 
-def test_gpu_range_with_too_many_digits_is_refused(type_: Type) -> None:
+def test_gpu_range_with_too_many_digits_is_refused(run_cli: RunCli) -> None:
     for text in ("1-" + "9" * 5000, "9" * 5000, "٣-٤"):
-        code, err = type_("plan", "--gpus-range", text)
+        code, err = run_cli("plan", "--gpus-range", text)
         assert code == 2 and "is not LOW-HIGH" in err

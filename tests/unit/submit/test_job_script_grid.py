@@ -1,5 +1,7 @@
-"""Scripts rendered for a grid of options: shellcheck, bash, and what of the values a job sees. Slurm's part of it is
-tests/slurm/test_script_grid.py."""
+"""Scripts rendered for a grid of options: shellcheck, bash, and the values that a job sees.
+
+tests/slurm/test_script_grid.py checks them with Slurm.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.harness.script_grid import cases, covering
 from tests.harness.script_grid.cases import Scripts
 
 pytestmark = pytest.mark.long
-# Enough of Slurm to be chosen; the interpreter's start of tests/fakes/slurm, hundreds of times, would be seconds.
+# Just enough of Slurm to be detected: hundreds of starts of tests/fakes/slurm, which is Python, would take seconds.
 ANSWERS = {"sbatch": "echo slurm-wlm 22.05.8", "scontrol": "exit 1"}
 
 
@@ -32,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def env(site: Path) -> dict[str, str]:
-    return {**cases.surroundings(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
+    return {**cases.submission_environment(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +45,31 @@ def grid(site: Path, env: dict[str, str]) -> list[Scripts]:
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 4, 2), (5, 5, 2, 3, 3, 2)])
 def test_grid_rows_cover_all_pairs(sizes: Sequence[int]) -> None:
     rows = covering.pairwise(sizes)
-    held = {pair for row in rows for pair in covering.pairs_of(row)}
-    assert held == {pair for row in itertools.product(*map(range, sizes)) for pair in covering.pairs_of(row)}
+    covered = {pair for row in rows for pair in covering.pairs_of(row)}
+    assert covered == {pair for row in itertools.product(*map(range, sizes)) for pair in covering.pairs_of(row)}
     assert rows == covering.pairwise(sizes) and len(set(rows)) == len(rows)
 
 
 def test_shellcheck_and_bash_accept_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
-    # Far from copies of each other: no two of the cases ask for the same, and no two give the same scripts.
+    # No two cases have the same arguments or the same scripts.
     assert len({scripts.case.words for scripts in grid}) == len(grid) >= 200
-    assert len({scripts.handed_over.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
-    beside = cases.render(cases.texts_only(len(grid)), site, env)
-    # Most runs of a sweep differ in their spec.toml alone.
-    different = {path.read_text(): path for scripts in (*grid, *beside) for path in scripts.all}
+    assert len({scripts.submitted.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
+    text_only = cases.render(cases.make_text_cases(len(grid)), site, env)
+    # Most runs of a sweep differ only in their spec.toml.
+    different = {path.read_text(): path for scripts in (*grid, *text_only) for path in scripts.all}
     assert cases.shellcheck(list(different.values())) == ""
 
 
 def test_values_reach_job_unchanged(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     for scripts in grid:
-        seen = cases.environment_of(scripts, str(site))
-        asked = {**scripts.case.exports, "CLUSTERTRAIN_HOME": env["CLUSTERTRAIN_HOME"]}
-        assert {name: seen.get(name) for name in asked} == asked, scripts
+        environment = cases.environment_of(scripts, str(site))
+        expected = {**scripts.case.exports, "CLUSTERTRAIN_HOME": env["CLUSTERTRAIN_HOME"]}
+        assert {name: environment.get(name) for name in expected} == expected, scripts
     assert not list(site.rglob("pwned"))
 
 
 def test_dry_run_prints_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     for scripts in grid[::90]:
         argv = [sys.executable, "-m", "clustertrain", scripts.case.command, "--dry-run", "--json", *scripts.case.words]
-        done = subprocess.run(argv, cwd=site, env=env, capture_output=True, text=True, check=True, timeout=60)
-        assert sorted(cases.texts_in(done.stdout)) == sorted(path.read_text() for path in scripts.all)
+        result = subprocess.run(argv, cwd=site, env=env, capture_output=True, text=True, check=True, timeout=60)
+        assert sorted(cases.texts_in(result.stdout)) == sorted(path.read_text() for path in scripts.all)

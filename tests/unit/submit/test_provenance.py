@@ -51,10 +51,10 @@ def test_git_state_is_none_without_repository_or_commit(tmp_path: Path) -> None:
 
 
 def test_record_is_json_with_versions_and_argv(repository: Path) -> None:
-    made = provenance.collect(["clustertrain", "submit"], repository, repository)
-    assert json.loads(json.dumps(made)) == made
-    assert {"time", "user", "host", "cwd", "argv", "clustertrain", "python", "packages", "git"} <= set(made)
-    assert "torch" in made["packages"]
+    record = provenance.collect(["clustertrain", "submit"], repository, repository)
+    assert json.loads(json.dumps(record)) == record
+    assert {"time", "user", "host", "cwd", "argv", "clustertrain", "python", "packages", "git"} <= set(record)
+    assert "torch" in record["packages"]
 
 
 def test_unreadable_folder_on_sys_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

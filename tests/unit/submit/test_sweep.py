@@ -1,4 +1,4 @@
-"""sweep --grid: the values, what is refused before anything is made, and one array of ordinary runs."""
+"""sweep --grid: its values, sweeps that are refused before anything is created, and the array of runs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ SIX = ("env.LR=1e-4,3e-4,1e-3", "train.seed=1,2")
 
 @pytest.fixture
 def sweep(fake_slurm: FakeSlurm, tmp_path: Path) -> Sweep:
-    def sweep(*given: str, at_once: int | None = None, target: str = "", **more: Any) -> SubmittedSweep:
-        return submit_sweep(SubmitRequest(target=target, cwd=tmp_path, **more), given, at_once)
+    def sweep(*grid: str, at_once: int | None = None, target: str = "", **more: Any) -> SubmittedSweep:
+        return submit_sweep(SubmitRequest(target=target, cwd=tmp_path, **more), grid, at_once)
 
     return sweep
 
 
-def left_behind(tmp_path: Path) -> list[Path]:
+def leftovers(tmp_path: Path) -> list[Path]:
     return [path for kind in ("runs", "sweeps", "local") for path in (tmp_path / "home" / kind).glob("*")]
 
 
 @pytest.mark.parametrize(
-    ("given", "values"),
+    ("grid", "values"),
     [
         (["seed=1,2"], [{"seed": 1}, {"seed": 2}]),
         (["seed=7"], [{"seed": 7}]),
@@ -59,12 +59,12 @@ def left_behind(tmp_path: Path) -> list[Path]:
         (["a=1,2", "b=x,y"], [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")]),
     ],
 )
-def test_grid_is_product_of_all_values(given: list[str], values: list[dict[str, Any]]) -> None:
-    assert expand_grid(given, ()) == values
+def test_grid_is_product_of_all_values(grid: list[str], values: list[dict[str, Any]]) -> None:
+    assert expand_grid(grid, ()) == values
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("grid", "message"),
     [
         (["seed="], "an empty value"),
         (["seed=1,,2"], "an empty value"),
@@ -83,10 +83,10 @@ def test_grid_is_product_of_all_values(given: list[str], values: list[dict[str, 
         (["a=" + ",".join(map(str, range(50))), "b=" + ",".join(map(str, range(21)))], "50 x 21 = 1050 runs"),
     ],
 )
-def test_bad_grid_values_are_named(given: list[str], said: str) -> None:
+def test_bad_grid_values_are_named(grid: list[str], message: str) -> None:
     with pytest.raises((UsageError, ConfigError)) as e:
-        expand_grid(given, ["data.seed=3"])
-    assert said in str(e.value)
+        expand_grid(grid, ["data.seed=3"])
+    assert message in str(e.value)
 
 
 def test_thousand_runs_are_allowed() -> None:
@@ -100,28 +100,32 @@ def test_values_are_formatted_as_typed() -> None:
 
 
 def test_runs_are_ordinary_and_array_is_one_job(sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    done = sweep("optim.lr=1e-4,3e-4", "train.steps=5,6", at_once=3, job={"name": "lr", "time": "30"})
+    submitted_sweep = sweep("optim.lr=1e-4,3e-4", "train.steps=5,6", at_once=3, job={"name": "lr", "time": "30"})
     (call,) = fake_slurm.calls("sbatch")
-    assert call.argv[:-1] == ["--parsable", f"--chdir={done.folder}"]
-    assert call.script == (done.folder / "job.sh").read_text()
+    assert call.argv[:-1] == ["--parsable", f"--chdir={submitted_sweep.folder}"]
+    assert call.script == (submitted_sweep.folder / "job.sh").read_text()
     directives = [line.removeprefix("#SBATCH --") for line in call.script.splitlines() if line.startswith("#SBATCH")]
-    assert directives[:2] == ["array=0-3%3", f"job-name={done.folder.name}"]
+    assert directives[:2] == ["array=0-3%3", f"job-name={submitted_sweep.folder.name}"]
     assert directives[-2:] == ["open-mode=append", "output=%a/job.log"] and "time=30" in directives
-    assert (done.job_id, done.backend) == ("4711", "slurm")
-    assert [values for _, values in done.runs] == [
+    assert (submitted_sweep.job_id, submitted_sweep.backend) == ("4711", "slurm")
+    assert [values for _, values in submitted_sweep.runs] == [
         {"optim.lr": lr, "train.steps": steps} for lr in (1e-4, 3e-4) for steps in (5, 6)
     ]
-    for n, (submitted, values) in enumerate(done.runs):
+    for n, (submitted, values) in enumerate(submitted_sweep.runs):
         run = submitted.run
-        assert submitted.job_id == f"4711_{n}" and (done.folder / str(n)).resolve() == run.path
+        assert submitted.job_id == f"4711_{n}" and (submitted_sweep.folder / str(n)).resolve() == run.path
         spec = load_spec(run)
         assert (spec.recipe.optim.lr, spec.recipe.train.steps) == tuple(values.values())
-        own = run.job_script.read_text()
-        assert f"#SBATCH --job-name={run.id}\n" in own and "#SBATCH --output=job.log\n" in own and "--array" not in own
-        assert json.loads(run.record.read_text())["sweep"] == {"id": done.folder.name, "values": values}
+        script = run.job_script.read_text()
+        assert (
+            f"#SBATCH --job-name={run.id}\n" in script
+            and "#SBATCH --output=job.log\n" in script
+            and "--array" not in script
+        )
+        assert json.loads(run.record.read_text())["sweep"] == {"id": submitted_sweep.folder.name, "values": values}
         assert [e["job_id"] for e in events.for_run(run)] == [f"4711_{n}"] and run.checkpoints.is_dir()
-    assert [p.name for p in sorted(done.folder.iterdir())] == ["0", "1", "2", "3", "job.sh"]
-    assert stat.S_IMODE(done.folder.stat().st_mode) == 0o700
+    assert [p.name for p in sorted(submitted_sweep.folder.iterdir())] == ["0", "1", "2", "3", "job.sh"]
+    assert stat.S_IMODE(submitted_sweep.folder.stat().st_mode) == 0o700
 
 
 def test_array_without_at_once_has_no_limit(sweep: Sweep, fake_slurm: FakeSlurm) -> None:
@@ -131,17 +135,17 @@ def test_array_without_at_once_has_no_limit(sweep: Sweep, fake_slurm: FakeSlurm)
 
 def test_script_is_copied_once_per_sweep(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
-    done = sweep("env.LR=1e-4,3e-4", target="train.py", job={"share": True})
-    for submitted, values in done.runs:
+    submitted_sweep = sweep("env.LR=1e-4,3e-4", target="train.py", job={"share": True})
+    for submitted, values in submitted_sweep.runs:
         run = submitted.run
-        assert run.code.readlink() == Path("../../sweeps", done.folder.name, "code")
+        assert run.code.readlink() == Path("../../sweeps", submitted_sweep.folder.name, "code")
         assert (run.code / "train.py").read_text() == "print(1)\n"
         assert f"export LR={values['env.LR']}\n" in run.job_script.read_text()
-    assert stat.S_IMODE(done.folder.stat().st_mode) == 0o750
+    assert stat.S_IMODE(submitted_sweep.folder.stat().st_mode) == 0o750
 
 
 @pytest.mark.parametrize(
-    ("given", "more", "said"),
+    ("grid", "more", "message"),
     [
         (["train.stpes=1,2"], {}, "with train.stpes=1: --set: unknown key 'train.stpes'"),
         (["train.steps=5,-1"], {}, "with train.steps=-1: "),
@@ -161,19 +165,19 @@ def test_script_is_copied_once_per_sweep(sweep: Sweep, tmp_path: Path) -> None:
     ],
 )
 def test_refused_sweep_creates_nothing(
-    given: list[str], more: dict[str, Any], said: str, sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path
+    grid: list[str], more: dict[str, Any], message: str, sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     with pytest.raises((UsageError, ConfigError)) as e:
-        sweep(*given, **more)
-    assert said in str(e.value)
-    assert left_behind(tmp_path) == [] and fake_slurm.calls("sbatch") == []
+        sweep(*grid, **more)
+    assert message in str(e.value)
+    assert leftovers(tmp_path) == [] and fake_slurm.calls("sbatch") == []
 
 
 def test_key_unused_by_some_runs_is_noted_once(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("[schedule]\nfloor = 0.2\n")
     grid = ("optim.name=sgd,adamw", "schedule.kind=cosine,constant", "optim.momentum=0.8")
-    done = sweep(*grid, target="small.toml", assignments=("optim.betas=[0.9, 0.98]",))
-    assert [note for note in done.notes if "no effect" in note] == [
+    submitted_sweep = sweep(*grid, target="small.toml", assignments=("optim.betas=[0.9, 0.98]",))
+    assert [note for note in submitted_sweep.notes if "no effect" in note] == [
         'optim.betas has no effect with optim.name = "sgd"',
         'schedule.floor has no effect with schedule.kind = "constant"',
         'optim.momentum has no effect with optim.name = "adamw"',
@@ -201,74 +205,76 @@ def test_refusal_or_interrupt_leaves_nothing(
     fake_slurm.answers("sbatch", stderr="sbatch: error: Batch job submission failed: Invalid job array\n", rc=1)
     with pytest.raises(SchedulerError, match="Invalid job array"):
         sweep(*SIX, target="train.py", job={"checkpoint_dir": str(tmp_path / "big")})
-    assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
+    assert leftovers(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
 
     write, written = sweeps.transaction.write, []
 
-    def interrupted(*words: Any) -> None:
-        write(*words)
-        written.append(words)
+    def write_and_interrupt(*args: Any) -> None:
+        write(*args)
+        written.append(args)
         if len(written) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweeps.transaction, "write", interrupted)
+    monkeypatch.setattr(sweeps.transaction, "write", write_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         sweep(*SIX)
-    assert len(written) == 4 and left_behind(tmp_path) == []
+    assert len(written) == 4 and leftovers(tmp_path) == []
 
     (tmp_path / "large.py").write_text("x" * (2 * 1024 * 1024))
     with pytest.raises(ConfigError):
         sweep(*SIX, target="large.py", snapshot_limit_mib=1)
-    assert left_behind(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 def test_scheduler_is_queried_once_per_sweep(
     sweep: Sweep, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    queries: list[str] = []
     monkeypatch.setattr(
-        "clustertrain.scheduler.slurm.SlurmBackend.sbatch_version", lambda _: asked.append("x") or "22.05"
+        "clustertrain.scheduler.slurm.SlurmBackend.sbatch_version", lambda _: queries.append("x") or "22.05"
     )
     sweep(*SIX)
-    assert len(asked) == 1 and len(fake_slurm.calls("scontrol")) == 1
+    assert len(queries) == 1 and len(fake_slurm.calls("scontrol")) == 1
 
 
 def test_array_script_runs_script_of_task(sweep: Sweep, tmp_path: Path) -> None:
-    done = sweep("train.seed=1,2")
-    script = done.folder / "job.sh"
-    for submitted, _ in done.runs:
+    submitted_sweep = sweep("train.seed=1,2")
+    script = submitted_sweep.folder / "job.sh"
+    for submitted, _ in submitted_sweep.runs:
         submitted.run.job_script.write_text('echo "$PWD $$"\n')
     task = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
-    with subprocess.Popen(["bash", script], cwd=done.folder, env=task, stdout=subprocess.PIPE, text=True) as told:
-        # The process stays the same, so that a signal for the batch shell reaches what it has become.
-        assert told.communicate()[0] == f"{done.runs[1][0].run.path} {told.pid}\n"
+    with subprocess.Popen(
+        ["bash", script], cwd=submitted_sweep.folder, env=task, stdout=subprocess.PIPE, text=True
+    ) as process:
+        # The shell is replaced with exec, so that signals to the batch shell reach the run's script.
+        assert process.communicate()[0] == f"{submitted_sweep.runs[1][0].run.path} {process.pid}\n"
     task["SLURM_ARRAY_TASK_ID"] = "7"
-    assert subprocess.run(["bash", script], cwd=done.folder, env=task, check=False).returncode == 1
+    assert subprocess.run(["bash", script], cwd=submitted_sweep.folder, env=task, check=False).returncode == 1
 
 
 def test_shellcheck_accepts_array_script(sweep: Sweep, tmp_path: Path) -> None:
-    done = sweep("train.seed=1,2", at_once=1, job={"constraint": "a&b", "name": "a b'$(touch pwned)"})
-    subprocess.run([Path(sys.executable).parent / "shellcheck", done.folder / "job.sh"], check=True)
+    submitted_sweep = sweep("train.seed=1,2", at_once=1, job={"constraint": "a&b", "name": "a b'$(touch pwned)"})
+    subprocess.run([Path(sys.executable).parent / "shellcheck", submitted_sweep.folder / "job.sh"], check=True)
 
 
 def test_dry_run_creates_nothing_and_matches_submission(sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    made = dry_run_sweep(SubmitRequest(cwd=tmp_path), SIX, 2)
+    planned = dry_run_sweep(SubmitRequest(cwd=tmp_path), SIX, 2)
     assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
-    done = sweep(*SIX, at_once=2)
-    assert made.script is not None
-    end = done.folder.name.rpartition("-")[2]
-    assert made.script.replace("xxxxxx", end) == (done.folder / "job.sh").read_text()
-    assert len(made.runs) == 6 and [v for _, v in made.runs] == [v for _, v in done.runs]
+    submitted_sweep = sweep(*SIX, at_once=2)
+    assert planned.script is not None
+    suffix = submitted_sweep.folder.name.rpartition("-")[2]
+    assert planned.script.replace("xxxxxx", suffix) == (submitted_sweep.folder / "job.sh").read_text()
+    assert len(planned.runs) == 6 and [v for _, v in planned.runs] == [v for _, v in submitted_sweep.runs]
 
 
 def test_sweep_and_array_name_all_runs(sweep: Sweep, tmp_path: Path) -> None:
-    done = sweep("train.seed=1,2,3")
-    ids = [submitted.run.id for submitted, _ in done.runs]
-    assert [r.id for r in resolve_runs(done.folder.name)] == ids
+    submitted_sweep = sweep("train.seed=1,2,3")
+    ids = [submitted.run.id for submitted, _ in submitted_sweep.runs]
+    assert [r.id for r in resolve_runs(submitted_sweep.folder.name)] == ids
     assert {r.id for r in resolve_runs("4711")} == set(ids)
     assert [r.id for r in resolve_runs("4711_1")] == [ids[1]] == [r.id for r in resolve_runs(ids[1])]
     subprocess.run(["rm", "-r", tmp_path / "home" / "runs" / ids[0]], check=True)
-    assert [r.id for r in resolve_runs(done.folder.name)] == ids[1:]
+    assert [r.id for r in resolve_runs(submitted_sweep.folder.name)] == ids[1:]
     with pytest.raises(ClusterTrainError, match="no run '471'"):
         resolve_runs("471")
     assert isinstance(resolve_runs("latest")[0], RunDir)

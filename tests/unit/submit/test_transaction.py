@@ -1,4 +1,4 @@
-"""submit: what it writes, and that a refusal leaves nothing behind."""
+"""submit: the files that it writes, and refusals, which leave nothing."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ pytestmark = pytest.mark.long
 HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"
 
 
-def ask(tmp_path: Path, target: str = "", **more: Any) -> SubmittedRun:
+def submit_run(tmp_path: Path, target: str = "", **more: Any) -> SubmittedRun:
     return submit(SubmitRequest(target=target, cwd=tmp_path, argv=("clustertrain", "submit"), **more))
 
 
-def left_behind(tmp_path: Path) -> list[Path]:
+def leftovers(tmp_path: Path) -> list[Path]:
     runs = tmp_path / "home" / "runs"
     return list(runs.iterdir()) if runs.exists() else []
 
 
 def test_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    done = ask(tmp_path, job={"gpus": 4, "name": "My Run"}, env={"TOKEN": "x"})
-    assert (done.job_id, done.backend, done.state) == ("4711", "slurm", "pending")
-    run = done.run
+    result = submit_run(tmp_path, job={"gpus": 4, "name": "My Run"}, env={"TOKEN": "x"})
+    assert (result.job_id, result.backend, result.state) == ("4711", "slurm", "pending")
+    run = result.run
     assert run.id.startswith("my-run-") and run.path.parent == tmp_path / "home" / "runs"
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     spec = load_spec(run)
@@ -64,7 +64,7 @@ SECRET = "s3cret-canary"
 HOOK = f"https://hooks.example.org/{SECRET}"
 
 
-def with_the_secret(folder: Path) -> list[Path]:
+def files_with_secret(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and SECRET in p.read_text(errors="replace"))
 
 
@@ -75,29 +75,29 @@ def test_secrets_are_in_one_private_file(share: bool, fake_slurm: FakeSlurm, tmp
     request = SubmitRequest(
         target="a.toml", cwd=tmp_path, argv=argv, env={"TOKEN": SECRET, "LANG": "C"}, job={"share": share}
     )
-    done = submit(request)
-    run = done.run
-    assert with_the_secret(run.path) == [run.secrets] and stat.S_IMODE(run.secrets.stat().st_mode) == 0o600
+    result = submit(request)
+    run = result.run
+    assert files_with_secret(run.path) == [run.secrets] and stat.S_IMODE(run.secrets.stat().st_mode) == 0o600
     bash = f'. {run.secrets}; printf \'%s \' "$TOKEN" "$LANG" "$CLUSTERTRAIN_WEBHOOK"'
-    said = subprocess.run(["bash", "-c", bash], text=True, capture_output=True, check=True).stdout
-    assert said.split() == [SECRET, "C", HOOK]
+    output = subprocess.run(["bash", "-c", bash], text=True, capture_output=True, check=True).stdout
+    assert output.split() == [SECRET, "C", HOOK]
     (call,) = fake_slurm.calls("sbatch")
     assert SECRET not in " ".join(call.argv) and "TOKEN" in call.script
     spec = load_spec(run)
     assert spec.secret_env == ("LANG", "TOKEN") and spec.recipe.telemetry.alerts.webhook_env == "CLUSTERTRAIN_WEBHOOK"
-    assert SECRET not in " ".join(done.notes) and load_settings(run)["env"] == ["LANG", "TOKEN"]
-    shown = dry_run(request)
-    assert "TOKEN" in shown.script and SECRET not in shown.script
+    assert SECRET not in " ".join(result.notes) and load_settings(run)["env"] == ["LANG", "TOKEN"]
+    preview = dry_run(request)
+    assert "TOKEN" in preview.script and SECRET not in preview.script
 
 
 def test_each_sweep_run_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    asked = SubmitRequest(cwd=tmp_path, env={"TOKEN": SECRET}, job={"share": True})
-    done = submit_sweep(asked, ["train.seed=1,2"], None)
-    assert with_the_secret(tmp_path / "home") == sorted(submitted.run.secrets for submitted, _ in done.runs)
+    request = SubmitRequest(cwd=tmp_path, env={"TOKEN": SECRET}, job={"share": True})
+    result = submit_sweep(request, ["train.seed=1,2"], None)
+    assert files_with_secret(tmp_path / "home") == sorted(submitted.run.secrets for submitted, _ in result.runs)
 
 
 def test_no_secrets_file_without_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    run = ask(tmp_path).run
+    run = submit_run(tmp_path).run
     assert not run.secrets.exists() and "secrets.sh" not in run.job_script.read_text()
 
 
@@ -108,29 +108,29 @@ def test_uncopied_files_are_reported(fake_slurm: FakeSlurm, tmp_path: Path) -> N
     (project / "data").symlink_to("/usr/share")
     for name in (".env", "key.pem", "id_rsa"):
         (project / name).write_text(SECRET)
-    done = ask(tmp_path, "project/train.py", snapshot_include=("key*",))
-    assert [note for note in done.notes if note.startswith("not ")] == [
+    result = submit_run(tmp_path, "project/train.py", snapshot_include=("key*",))
+    assert [note for note in result.notes if note.startswith("not ")] == [
         "not copied, the job will use the original: data -> /usr/share",
         "not copied: .env, id_rsa (look like secrets); copy with --snapshot-include .env",
     ]
-    assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
+    assert files_with_secret(result.run.path) == [result.run.code / "key.pem"]
 
 
 def test_file_names_are_escaped_for_terminal(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "\x1b]52;c;x\x07.pem").write_text("")
     (tmp_path / "li\nnk").symlink_to("/usr/share")
-    notes = ask(tmp_path, "train.py").notes
+    notes = submit_run(tmp_path, "train.py").notes
     assert len([note for note in notes if "pem" in note or "/usr/share" in note]) == 2
     assert all(note.isprintable() for note in notes)
 
 
 def test_contract_is_in_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    asked = {"task": "tell cats from dogs", "metric": "grad_norm", "mode": "max", "target": "benchmark",
+    contract = {"task": "tell cats from dogs", "metric": "grad_norm", "mode": "max", "target": "benchmark",
              "resume": "exact", "gpu_hours": 5.0}  # fmt: skip
-    (tmp_path / "cats.toml").write_text(tomli_w.dumps({"contract": asked}))
-    record = json.loads(ask(tmp_path, target="cats.toml").run.record.read_text())
-    assert record["contract"].items() >= {**asked, "higher_is_better": True}.items()
+    (tmp_path / "cats.toml").write_text(tomli_w.dumps({"contract": contract}))
+    record = json.loads(submit_run(tmp_path, target="cats.toml").run.record.read_text())
+    assert record["contract"].items() >= {**contract, "higher_is_better": True}.items()
 
 
 def test_script_runs_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -139,16 +139,16 @@ def test_script_runs_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) -> Non
     (project / "jobs").mkdir()
     (project / "jobs" / "train.py").write_text("print(1)\n")
     subprocess.run(["git", "init", "-q", project], check=True)
-    done = ask(tmp_path, "project/jobs/train.py", args=("--steps", "3"))
-    script = load_spec(done.run).script
+    result = submit_run(tmp_path, "project/jobs/train.py", args=("--steps", "3"))
+    script = load_spec(result.run).script
     assert script is not None and script.path == "jobs/train.py" and script.args == ("--steps", "3")
     assert script.cwd == str(tmp_path)
-    assert (done.run.code / "jobs" / "train.py").read_text() == "print(1)\n"
-    # An empty folder is in no snapshot, so `src` is not on the path.
-    assert f'export PYTHONPATH={done.run.code}"$' in done.run.job_script.read_text()
+    assert (result.run.code / "jobs" / "train.py").read_text() == "print(1)\n"
+    # Snapshots omit empty folders, so `src` is not on the path.
+    assert f'export PYTHONPATH={result.run.code}"$' in result.run.job_script.read_text()
     (project / "src" / "lib.py").write_text("")
-    again = ask(tmp_path, "project/jobs/train.py")
-    assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.job_script.read_text()
+    second = submit_run(tmp_path, "project/jobs/train.py")
+    assert f'export PYTHONPATH={second.run.code}:{second.run.code}/src"$' in second.run.job_script.read_text()
 
 
 @pytest.mark.parametrize(("share", "folder", "file"), [(True, 0o750, 0o040), (False, 0o700, 0)])
@@ -163,19 +163,19 @@ def test_umask_does_not_change_permissions(
     (project / "src" / "private.py").chmod(0o600)
     before = os.umask(0o077)
     try:
-        run = ask(tmp_path, "project/src/train.py", job={"share": share}).run
+        run = submit_run(tmp_path, "project/src/train.py", job={"share": share}).run
         assert os.umask(0o077) == 0o077
     finally:
         os.umask(before)
-    found = [run.path, *run.path.rglob("*")]
-    assert {stat.S_IMODE(p.stat().st_mode) for p in found if p.is_dir()} == {folder}
-    files = {p.name: p.stat().st_mode & 0o070 for p in found if p.is_file()}
-    assert files.pop("private.py") == 0  # as its owner has it
+    paths = [run.path, *run.path.rglob("*")]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_dir()} == {folder}
+    files = {p.name: p.stat().st_mode & 0o070 for p in paths if p.is_file()}
+    assert files.pop("private.py") == 0  # readable only by its owner
     assert set(files.values()) == {file} and "train.py" in files, files
 
 
-def a_recipe_with_an_entry(tmp_path: Path) -> Path:
-    """A repository with the package ``nets`` beside a recipe that trains a module of it."""
+def write_recipe_with_entry(tmp_path: Path) -> Path:
+    """Create a repository with the package ``nets`` next to a recipe that trains one of its models."""
     project = tmp_path / "project"
     (project / "experiments" / "nets").mkdir(parents=True)
     (project / "experiments" / "nets" / "net.py").write_text("def make(): ...\n")
@@ -185,8 +185,8 @@ def a_recipe_with_an_entry(tmp_path: Path) -> Path:
 
 
 def test_entry_is_imported_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    a_recipe_with_an_entry(tmp_path)
-    run = ask(tmp_path, "project/experiments/net.toml").run
+    write_recipe_with_entry(tmp_path)
+    run = submit_run(tmp_path, "project/experiments/net.toml").run
     spec = load_spec(run)
     assert spec.script is None and spec.recipe.model.args == {"width": 3}
     assert (run.code / "experiments" / "nets" / "net.py").read_text() == "def make(): ...\n"
@@ -195,15 +195,15 @@ def test_entry_is_imported_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) 
 
 def test_entry_in_current_folder_or_installed(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(): ...\n")
-    run = ask(tmp_path, assignments=("model.entry=mine:make",)).run
+    run = submit_run(tmp_path, assignments=("model.entry=mine:make",)).run
     assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.job_script.read_text()
-    run = ask(tmp_path, assignments=("model.entry=json.decoder:JSONDecoder",)).run
+    run = submit_run(tmp_path, assignments=("model.entry=json.decoder:JSONDecoder",)).run
     assert not run.code.exists()
 
 
 def test_preset_fills_missing_keys(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[model]\nlayers = 2\n")
-    model = load_spec(ask(tmp_path, "a.toml", assignments=("model.preset=125m",)).run).recipe.model
+    model = load_spec(submit_run(tmp_path, "a.toml", assignments=("model.preset=125m",)).run).recipe.model
     assert (model.preset, model.layers, model.dim, model.tie_embeddings) == ("125m", 2, 768, True)
 
 
@@ -212,20 +212,20 @@ def test_hostile_values_are_inert(fake_slurm: FakeSlurm, tmp_path: Path, monkeyp
     (tmp_path / HOSTILE).mkdir()
     script = tmp_path / HOSTILE / f"{HOSTILE}.py"
     script.write_text("")
-    done = ask(tmp_path, str(script), job={"name": HOSTILE}, env={"V": HOSTILE}, args=(HOSTILE,))
-    saved = load_spec(done.run)
+    result = submit_run(tmp_path, str(script), job={"name": HOSTILE}, env={"V": HOSTILE}, args=(HOSTILE,))
+    saved = load_spec(result.run)
     assert saved.script is not None and saved.script.args == (HOSTILE,) and saved.script.path == script.name
     assert saved.secret_env == ("V",) and saved.job.name == HOSTILE
-    assert done.run.id.startswith("a-b-touch-pwned-x-j-")
-    subprocess.run(["bash", "-n", done.run.job_script], check=True)
+    assert result.run.id.startswith("a-b-touch-pwned-x-j-")
+    subprocess.run(["bash", "-n", result.run.job_script], check=True)
     assert not (tmp_path / "pwned").exists()
 
 
 def test_refusal_leaves_nothing(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
     with pytest.raises(SchedulerError, match="invalid partition specified: nope"):
-        ask(tmp_path, job={"partition": "nope", "checkpoint_dir": str(tmp_path / "big")})
-    assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
+        submit_run(tmp_path, job={"partition": "nope", "checkpoint_dir": str(tmp_path / "big")})
+    assert leftovers(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
 
 
 def failing_requests(tmp_path: Path) -> list[dict[str, Any]]:
@@ -244,8 +244,8 @@ def failing_requests(tmp_path: Path) -> list[dict[str, Any]]:
 def test_other_failures_leave_nothing(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     for request in failing_requests(tmp_path):
         with pytest.raises(ClusterTrainError):
-            ask(tmp_path, **request)
-        assert left_behind(tmp_path) == [], request
+            submit_run(tmp_path, **request)
+        assert leftovers(tmp_path) == [], request
         assert fake_slurm.calls("sbatch") == [], request
 
 
@@ -257,38 +257,38 @@ def test_failure_while_writing_leaves_nothing(
 
     monkeypatch.setattr(transaction.provenance, "collect", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ask(tmp_path)
-    assert left_behind(tmp_path) == []
+        submit_run(tmp_path)
+    assert leftovers(tmp_path) == []
 
 
 def test_model_that_does_not_fit_is_refused_with_numbers(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     large = ("model.dim=8192", "model.heads=64", "model.layers=64")
     with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB per rank .*, but has 15") as e:
-        ask(tmp_path, job={"gpu_type": "t4"}, assignments=large)
+        submit_run(tmp_path, job={"gpu_type": "t4"}, assignments=large)
     assert e.value.exit_code == 78 and re.search(r"\d+ nodes of 1 t4", e.value.fix or "")
 
 
 def test_checkpoint_dir_outside_run(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    done = ask(tmp_path, job={"checkpoint_dir": "big"})
-    assert done.run.checkpoints.readlink() == tmp_path / "big" / done.run.id
-    assert (tmp_path / "big" / done.run.id).is_dir()
+    result = submit_run(tmp_path, job={"checkpoint_dir": "big"})
+    assert result.run.checkpoints.readlink() == tmp_path / "big" / result.run.id
+    assert (tmp_path / "big" / result.run.id).is_dir()
 
 
 def test_share_opens_run_to_group(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    run = ask(tmp_path, job={"share": True}).run
+    run = submit_run(tmp_path, job={"share": True}).run
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
     assert stat.S_IMODE(run.spec.stat().st_mode) == 0o640 and stat.S_IMODE(run.checkpoints.stat().st_mode) == 0o750
 
 
 def test_dry_run_creates_nothing_and_matches_submit(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    a_recipe_with_an_entry(tmp_path)
+    write_recipe_with_entry(tmp_path)
     for target in ("", "train.py", "project/experiments/net.toml"):
         request = SubmitRequest(target=target, cwd=tmp_path, job={"gpus": 2, "time": "30"})
         text = dry_run(request).script
         assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
-        done = submit(request)
-        assert text.replace("xxxxxx", done.run.id.rpartition("-")[2]) == done.run.job_script.read_text()
+        result = submit(request)
+        assert text.replace("xxxxxx", result.run.id.rpartition("-")[2]) == result.run.job_script.read_text()
         subprocess.run(["rm", "-r", tmp_path / "home"], check=True)
         (fake_slurm.folder / "sbatch.calls").unlink()
 
@@ -300,7 +300,7 @@ def test_memory_filesystem_is_refused_on_slurm(
         pytest.skip("no /dev/shm here")
     monkeypatch.setenv("CLUSTERTRAIN_HOME", "/dev/shm/clustertrain-test")
     with pytest.raises(ConfigError, match=r"/dev/shm/clustertrain-test is on \w+fs, which compute nodes do not see"):
-        ask(tmp_path)
+        submit_run(tmp_path)
     assert not Path("/dev/shm/clustertrain-test").exists()
 
 
@@ -311,7 +311,7 @@ def test_home_with_special_characters_is_refused(
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / home))
     for backend in backends:
         with pytest.raises(ConfigError, match="which cannot be used"):
-            ask(tmp_path, job={"backend": backend, "device": "cpu"})
+            submit_run(tmp_path, job={"backend": backend, "device": "cpu"})
     assert not (tmp_path / home).exists()
 
 
@@ -320,20 +320,20 @@ def test_external_folders_are_noted(fake_slurm: FakeSlurm, tmp_path: Path) -> No
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text("")
     (tmp_path / "project" / "data").symlink_to(tmp_path / "datasets")
-    done = ask(tmp_path, "project/train.py")
-    assert any(f"data -> {tmp_path / 'datasets'}" in note for note in done.notes)
+    result = submit_run(tmp_path, "project/train.py")
+    assert any(f"data -> {tmp_path / 'datasets'}" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(("nodes", "crowded"), [(1, False), (1000, True)])
+@pytest.mark.parametrize(("nodes", "noted"), [(1, False), (1000, True)])
 def test_many_nodes_on_local_backend_are_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, crowded: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, noted: bool
 ) -> None:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
-    made = dry_run(SubmitRequest(cwd=tmp_path, job={"backend": "local", "nodes": nodes}))
-    assert any("1000 nodes, 1000 ranks on" in note for note in made.notes) == crowded
+    preview = dry_run(SubmitRequest(cwd=tmp_path, job={"backend": "local", "nodes": nodes}))
+    assert any("1000 nodes, 1000 ranks on" in note for note in preview.notes) == noted
 
 
 def test_usage_error_comes_first(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        ask(tmp_path, "missing.py")
+        submit_run(tmp_path, "missing.py")
     assert not (tmp_path / "home").exists()

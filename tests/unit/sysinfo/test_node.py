@@ -1,4 +1,4 @@
-"""Node facts of eight kinds of nodes, and of nodes with broken files."""
+"""Facts of eight kinds of nodes, and of nodes with damaged files."""
 
 from __future__ import annotations
 
@@ -120,8 +120,12 @@ def test_variables_in_nccl_conf_files(tmp_path: Path) -> None:
     assert read_node(tmp_path, IpOutput(), environ={"HOME": "/home/me"}).nccl_conf == (
         "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG",
     )  # fmt: skip
-    chosen = {"HOME": "/home/me", "NCCL_CONF_FILE": "/home/me/other.conf"}
-    assert read_node(tmp_path, IpOutput(), environ=chosen).nccl_conf == ("NCCL_ALGO", "NCCL_IB_HCA", "NCCL_DEBUG")
+    environ_with_file = {"HOME": "/home/me", "NCCL_CONF_FILE": "/home/me/other.conf"}
+    assert read_node(tmp_path, IpOutput(), environ=environ_with_file).nccl_conf == (
+        "NCCL_ALGO",
+        "NCCL_IB_HCA",
+        "NCCL_DEBUG",
+    )
 
 
 def test_unparsable_files_are_noted(tmp_path: Path) -> None:

@@ -68,7 +68,9 @@ def test_objective_keys_match_its_arguments(kind: ObjectiveKind) -> None:
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
     recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
     arguments = getattr(losses.build_loss(recipe), "keywords", {})
-    assert accepted_keys("objective", recipe, names) == {key for key, argument in names.items() if argument in arguments}
+    assert accepted_keys("objective", recipe, names) == {
+        key for key, argument in names.items() if argument in arguments
+    }
 
 
 @pytest.mark.parametrize("method", get_args(ClipMethod))

@@ -1,1 +1,1 @@
-"""The classes of input. Each module draws some of them, and knows which commands take them."""
+"""Input classes. Each module draws the inputs of some classes and passes them to commands."""

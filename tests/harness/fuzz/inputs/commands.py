@@ -1,4 +1,4 @@
-"""Options, arguments and names of runs, typed at every command that ends by itself."""
+"""Options, arguments and run names for every command that ends by itself."""
 
 from __future__ import annotations
 
@@ -19,36 +19,41 @@ from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
 from tests.unit.report.live_runs import begin, new_run
 
-# They start processes that train, look at the machine for minutes, or, as requeue and data, have a class of their own.
-NOT_CALLED = frozenset({"diagnose", "requeue", "data", "cluster detect", "track"})
-# Each starts a process, or waits.
-NOT_GIVEN = frozenset(
+# They start training processes, examine the machine for minutes, or, like requeue and data, have a separate class.
+SKIPPED_COMMANDS = frozenset({"diagnose", "requeue", "data", "cluster detect", "track"})
+# Each starts processes or waits.
+SKIPPED_OPTIONS = frozenset(
     {"--find-micro-batch", "--count-model", "--follow", "-f", "--wait", "--help", "-h", "--version", "--interval"}
 )
-# What a call needs so as to end and to start nothing.
-ALWAYS = {"submit": ("--dry-run",), "sweep": ("--dry-run",), "top": ("--once",), "checkpoint prune": ("--dry-run",)}
-# Their values are files to write: anywhere that the user names is right, so they get names in the current folder.
-WRITES = frozenset({"--html", "--csv", "--parquet", "--out"})
+# Options without which a command would not end, or would start something.
+REQUIRED_OPTIONS = {
+    "submit": ("--dry-run",),
+    "sweep": ("--dry-run",),
+    "top": ("--once",),
+    "checkpoint prune": ("--dry-run",),
+}
+# Their values are files to write. Any path would be legitimate, so they get paths below the current folder.
+OUTPUT_OPTIONS = frozenset({"--html", "--csv", "--parquet", "--out"})
 RUN = "llama-abc234"
 FILES = {"train.py": "import clustertrain as ct\n", "recipe.toml": "[train]\nsteps = 3\n", "table.csv": "source\nx\n"}
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """All of them by their words."""
+    """Iterate over all commands and their full names, such as `checkpoint list`."""
 
-    def below(words: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    def visit(words: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
         if isinstance(command, click.Group):
             if command.callback is not None and command.invoke_without_command:
                 yield words, command
             for name, inner in command.commands.items():
-                yield from below(f"{words} {name}", inner)
+                yield from visit(f"{words} {name}", inner)
         else:
             yield words, command
 
-    for verb, (where, _) in COMMANDS.items():
-        module, _, name = where.partition(":")
-        for words, command in below(verb, getattr(importlib.import_module(module), name)):
-            if words not in NOT_CALLED and verb not in NOT_CALLED:
+    for verb, (location, _) in COMMANDS.items():
+        module, _, name = location.partition(":")
+        for words, command in visit(verb, getattr(importlib.import_module(module), name)):
+            if words not in SKIPPED_COMMANDS and verb not in SKIPPED_COMMANDS:
                 yield words, command
 
 
@@ -56,7 +61,7 @@ def option(parameter: click.Option) -> SearchStrategy[list[str]]:
     name = max(parameter.opts, key=len)
     if parameter.is_flag:
         return st.just([name])
-    if name in WRITES:
+    if name in OUTPUT_OPTIONS:
         value: SearchStrategy[str] = st.sampled_from(("out.x", "-", "no/such/folder/x", "recipe.toml/x", "."))
     elif isinstance(parameter.type, click.Choice):
         value = st.sampled_from([str(c) for c in parameter.type.choices]) | arguments()
@@ -65,24 +70,29 @@ def option(parameter: click.Option) -> SearchStrategy[list[str]]:
     return value.map(lambda word: [f"{name}={word}"])
 
 
-def called(words: str, command: click.Command) -> SearchStrategy[list[str]]:
-    options = [p for p in command.params if isinstance(p, click.Option) and not NOT_GIVEN.intersection(p.opts)]
-    some = st.lists(st.one_of([option(p) for p in options]), max_size=4) if options else st.just([])
+def draw_call(words: str, command: click.Command) -> SearchStrategy[list[str]]:
+    options = [p for p in command.params if isinstance(p, click.Option) and not SKIPPED_OPTIONS.intersection(p.opts)]
+    drawn_options = st.lists(st.one_of([option(p) for p in options]), max_size=4) if options else st.just([])
     targets = st.sampled_from((RUN, RUN[:4], "latest", f"{RUN}@200", *FILES)) | arguments()
-    rest = st.lists(targets, max_size=3)
+    arguments_drawn = st.lists(targets, max_size=3)
     return st.builds(
-        lambda options, rest: [*words.split(), *ALWAYS.get(words, ()), *(w for o in options for w in o), *rest],
-        some,
-        rest,
+        lambda options, arguments_drawn: [
+            *words.split(),
+            *REQUIRED_OPTIONS.get(words, ()),
+            *(w for o in options for w in o),
+            *arguments_drawn,
+        ],
+        drawn_options,
+        arguments_drawn,
     )
 
 
 def lines() -> SearchStrategy[list[str]]:
-    return st.one_of([called(words, command) for words, command in commands()])
+    return st.one_of([draw_call(words, command) for words, command in commands()])
 
 
 def names() -> SearchStrategy[list[str]]:
-    """One name where a run's is expected, and one for a new run."""
+    """Draw a call with one hostile name of a run, profile or file."""
     verbs = st.sampled_from((
         ("status",), ("logs",), ("telemetry",), ("top", "--once"), ("checkpoint", "list"), ("checkpoint", "verify"),
         ("checkpoint", "digest"), ("cancel",), ("wait",), ("submit", "--dry-run", "--name"), ("compare", RUN),
@@ -92,12 +102,12 @@ def names() -> SearchStrategy[list[str]]:
 
 
 def play_line(box: Sandbox, drawn: list[str]) -> None:
-    _furnish(box)
-    box.call([word for word in drawn if word not in NOT_GIVEN])
+    _prepare(box)
+    box.call([word for word in drawn if word not in SKIPPED_OPTIONS])
 
 
-def _furnish(box: Sandbox) -> None:
-    """One run that has completed, so that nothing waits for it, and a file of each kind."""
+def _prepare(box: Sandbox) -> None:
+    """Create a completed run, so that no command waits for it, and a file of each kind."""
     for name, text in FILES.items():
         if not (box.site / name).is_file():
             (box.site / name).write_text(text)

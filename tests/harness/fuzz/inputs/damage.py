@@ -1,4 +1,4 @@
-"""Damage to bytes, and to documents of JSON."""
+"""Damage to bytes and to JSON documents."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SHAPES = (
 )
 
 
-def bytes_changed() -> SearchStrategy[tuple[str, Any]]:
-    """A change for :func:`change`, of bytes alone."""
+def byte_changes() -> SearchStrategy[tuple[str, Any]]:
+    """Draw a change of bytes for :func:`change`."""
     place = st.integers(0, 1 << 16)
     return st.one_of(
         st.tuples(st.just("whole"), st.sampled_from(SHAPES)),
@@ -43,69 +43,71 @@ def bytes_changed() -> SearchStrategy[tuple[str, Any]]:
     )
 
 
-def json_changed() -> SearchStrategy[tuple[str, Any]]:
-    """A change for :func:`change`, of a value in a document or in a line of it."""
+def json_changes() -> SearchStrategy[tuple[str, Any]]:
+    """Draw a change for :func:`change`: of a value in a JSON document, or in one line of a JSONL file, or of bytes."""
     value = st.tuples(st.just("value"), st.tuples(st.integers(0, 1 << 16), values()))
-    gone = st.tuples(st.just("without"), st.integers(0, 1 << 16))
-    return st.one_of(value, value, gone, bytes_changed())
+    removed = st.tuples(st.just("without"), st.integers(0, 1 << 16))
+    return st.one_of(value, value, removed, byte_changes())
 
 
-def change(data: bytes, how: tuple[str, Any]) -> bytes:
-    """``data`` with one change of :func:`bytes_changed` or :func:`json_changed`."""
-    kind, what = how
+def change(data: bytes, operation: tuple[str, Any]) -> bytes:
+    """Return ``data`` with one change of :func:`byte_changes` or :func:`json_changes`."""
+    kind, argument = operation
     size = max(1, len(data))
     if kind == "whole":
-        return bytes(what)
+        return bytes(argument)
     if kind == "cut":
-        return data[: what % size]
+        return data[: argument % size]
     if kind == "flip":
-        at = what[0] % size
-        return data[:at] + bytes([what[1]]) + data[at + 1 :]
+        position = argument[0] % size
+        return data[:position] + bytes([argument[1]]) + data[position + 1 :]
     if kind == "insert":
-        at = what[0] % size
-        return data[:at] + what[1] + data[at:]
+        position = argument[0] % size
+        return data[:position] + argument[1] + data[position:]
     if kind == "repeat":
-        at = what[0] % size
-        return data[:at] + data[at : at + 100] * what[1] + data[at:]
+        position = argument[0] % size
+        return data[:position] + data[position : position + 100] * argument[1] + data[position:]
     if kind == "end":
-        return data + bytes(what) + b"\n"
-    return _document_changed(data, kind, what)
+        return data + bytes(argument) + b"\n"
+    return _change_document(data, kind, argument)
 
 
-def _document_changed(data: bytes, kind: str, what: Any) -> bytes:
-    """One line of a file of lines, else the whole document. What is no JSON stays as it is."""
+def _change_document(data: bytes, kind: str, argument: Any) -> bytes:
+    """Change a value in one line of JSONL, or in a single document; return anything else unchanged."""
     lines = data.splitlines(keepends=True) if data.count(b"}\n") > 1 and not data.startswith(b"{\n") else [data]
-    place = what[0] if kind == "value" else what
-    at = place % max(1, len(lines))
+    place = argument[0] if kind == "value" else argument
+    line = place % max(1, len(lines))
     try:
-        document = json.loads(lines[at])
+        document = json.loads(lines[line])
     except (ValueError, IndexError, RecursionError):
         return data
     paths = list(_paths(document))
     if not paths:
         return data
     path = paths[place // len(lines) % len(paths)]
-    lines[at] = (
-        json.dumps(_replaced(document, path, kind, what), ensure_ascii=bool(place % 2)).encode("utf-8", "surrogatepass")
+    lines[line] = (
+        json.dumps(_replace_value(document, path, kind, argument), ensure_ascii=bool(place % 2)).encode(
+            "utf-8", "surrogatepass"
+        )
         + b"\n"
     )
     return b"".join(lines)
 
 
-def _paths(value: Any, above: tuple[Any, ...] = ()) -> Any:
+def _paths(value: Any, parents: tuple[Any, ...] = ()) -> Any:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, of in inner:
-        yield (*above, key)
-        yield from _paths(of, (*above, key))
+    for key, inner_value in inner:
+        yield (*parents, key)
+        yield from _paths(inner_value, (*parents, key))
 
 
-def _replaced(document: Any, path: tuple[Any, ...], kind: str, what: Any) -> Any:
+def _replace_value(document: Any, path: tuple[Any, ...], kind: str, argument: Any) -> Any:
     document = copy.deepcopy(document)
-    at = document
+    container = document
     for part in path[:-1]:
-        at = at[part]
+        container = container[part]
     if kind == "without":
-        del at[path[-1]]
+        del container[path[-1]]
     else:
-        at[path[-1]] = what[1]
+        container[path[-1]] = argument[1]
     return document

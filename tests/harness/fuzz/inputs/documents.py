@@ -1,4 +1,4 @@
-"""Recipes, `--set` assignments and cluster profiles: keys of the schema with values of any kind, and damaged TOML."""
+"""Recipes, `--set` assignments and cluster profiles: schema keys with arbitrary values, and damaged TOML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis.strategies import SearchStrategy
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing.documents import list_keys
 from clustertrain.config.recipe import Recipe
-from tests.harness.fuzz.inputs.damage import bytes_changed, change
+from tests.harness.fuzz.inputs.damage import byte_changes, change
 from tests.harness.fuzz.inputs.text import arguments, deep, numbers, values
 from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
@@ -41,7 +41,7 @@ RAW_TOML = (
 
 
 def toml_values() -> SearchStrategy[Any]:
-    """:func:`values` that TOML has a word for."""
+    """Draw :func:`values` that TOML can represent."""
     date = st.just(datetime.date(1979, 5, 27))
     return st.one_of(numbers(), values().map(_without_none), date)
 
@@ -54,24 +54,24 @@ def _without_none(value: Any) -> Any:
     return "" if value is None else value
 
 
-def document_text(assigned: Mapping[str, Any]) -> bytes:
-    """A TOML document with these dotted keys. A key below a value wins over the value."""
+def document_text(assignment: Mapping[str, Any]) -> bytes:
+    """Return a TOML document with these dotted keys; a table replaces a value of the same name."""
     document: dict[str, Any] = {}
-    for key, value in assigned.items():
-        *tables, leaf = key.split(".")
-        at = document
+    for key, value in assignment.items():
+        *tables, last = key.split(".")
+        table_at = document
         for table in tables:
-            inner = at.get(table)
-            at[table] = inner if isinstance(inner, dict) else {}
-            at = at[table]
-        at[leaf] = value
+            inner = table_at.get(table)
+            table_at[table] = inner if isinstance(inner, dict) else {}
+            table_at = table_at[table]
+        table_at[last] = value
     return tomli_w.dumps(document).encode("utf-8", "surrogatepass")
 
 
 def documents(keys: tuple[str, ...]) -> SearchStrategy[bytes]:
-    assigned = st.dictionaries(st.sampled_from(keys), toml_values(), min_size=1, max_size=4)
-    whole = assigned.map(document_text)
-    damaged = st.builds(change, whole, bytes_changed())
+    assignment = st.dictionaries(st.sampled_from(keys), toml_values(), min_size=1, max_size=4)
+    whole = assignment.map(document_text)
+    damaged = st.builds(change, whole, byte_changes())
     return st.one_of(whole, whole, damaged, st.sampled_from(RAW_TOML))
 
 
@@ -83,8 +83,8 @@ def play_recipe(box: Sandbox, drawn: tuple[bytes, tuple[str, ...]]) -> None:
 
 def play_assignments(box: Sandbox, drawn: tuple[list[tuple[str, str]], tuple[str, ...]]) -> None:
     pairs, sizes = drawn
-    words = [word for key, value in pairs for word in ("--set", f"{key}={value}")]
-    box.call(["plan", *sizes, *words, "--json"])
+    options = [word for key, value in pairs for word in ("--set", f"{key}={value}")]
+    box.call(["plan", *sizes, *options, "--json"])
 
 
 def play_profile(box: Sandbox, text: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Repositories that somebody else prepared, submitted from: their configuration, links, modes, names and secrets."""
+"""Submissions from repositories with hostile configuration, links, file modes, names and secrets."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ LINKS = (
 
 
 def repositories() -> SearchStrategy[list[tuple[str, Any]]]:
-    of = {
+    values = {
         "config": st.sampled_from(CONFIGURATION),
         "nested config": st.sampled_from(CONFIGURATION),
         "attributes": st.sampled_from(ATTRIBUTES),
@@ -84,53 +84,53 @@ def repositories() -> SearchStrategy[list[tuple[str, Any]]]:
         "secret": st.sampled_from(SECRETS),
         "folder to link": st.sampled_from(LINKS),
     }
-    one = st.one_of([st.tuples(st.just(action), drawn) for action, drawn in of.items()])
-    return st.lists(one, min_size=1, max_size=4)
+    action_drawn = st.one_of([st.tuples(st.just(action), drawn) for action, drawn in values.items()])
+    return st.lists(action_drawn, min_size=1, max_size=4)
 
 
 def play(box: Sandbox, drawn: tuple[list[tuple[str, Any]], bool, bool]) -> None:
     actions, tracked, share = drawn
     root = _repository(box)
-    for action, what in actions:
-        _prepare(box, root, action, what)
+    for action, value in actions:
+        _prepare(box, root, action, value)
     if tracked:
-        # Without the repository's own filters: what is tested is what submitting starts.
+        # Without the repository's hooks and filters: only what `submit` starts is tested.
         argv = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-C", str(root), "add", "-A"]
         subprocess.run(argv, capture_output=True, check=False, timeout=30)
         box.canary.unlink(missing_ok=True)
-    said = box.call([
+    result = box.call([
         "submit", "--backend", "slurm", "--device", "cpu", "--nodes", "1", "--gpus", "1", "--json",
         *(["--share"] if share else []), str(root / "train.py"),
     ])  # fmt: skip
     runs = [p for p in (box.home / "runs").iterdir() if p.name.startswith("train-")]
-    if said.code == 0:
+    if result.code == 0:
         for run in runs:
             _judge_snapshot(run)
     elif any((run / "job.sh").exists() for run in runs):
-        raise FaultFound(Fault("leak", "a run", f"was left by a submission that failed: {said.err}"))
+        raise FaultFound(Fault("leak", "a run", f"remains after a failed submission: {result.err}"))
     for run in runs:
         shutil.rmtree(run)
 
 
 def _repository(box: Sandbox) -> Path:
-    kept = box.root / "repository"
-    if not kept.exists():
-        (kept / "src").mkdir(parents=True)
-        (kept / "src" / "lib.py").write_text("x = 1\n")
-        (kept / "train.py").write_text("print('train')\n")
-        subprocess.run(["git", "init", "-q", str(kept)], check=True)
-        subprocess.run(["git", "-C", str(kept), "add", "-A"], check=True)
-        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", "-C", str(kept), *who, "commit", "-q", "-m", "first"], check=True)
+    template = box.root / "repository"
+    if not template.exists():
+        (template / "src").mkdir(parents=True)
+        (template / "src" / "lib.py").write_text("x = 1\n")
+        (template / "train.py").write_text("print('train')\n")
+        subprocess.run(["git", "init", "-q", str(template)], check=True)
+        subprocess.run(["git", "-C", str(template), "add", "-A"], check=True)
+        author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(template), *author, "commit", "-q", "-m", "first"], check=True)
     root = box.fresh("work") / "project"
-    shutil.copytree(kept, root)
+    shutil.copytree(template, root)
     return root
 
 
-def _prepare(box: Sandbox, root: Path, action: str, what: Any) -> None:
+def _prepare(box: Sandbox, root: Path, action: str, value: Any) -> None:
     if action == "config":
         with (root / ".git" / "config").open("a") as f:
-            f.write(box.arm(what))
+            f.write(box.arm(value))
         (root / "evil.config").write_text(box.arm(CONFIGURATION[0]))
         hook = root / "hooks" / "post-index-change"
         hook.parent.mkdir(exist_ok=True)
@@ -141,29 +141,29 @@ def _prepare(box: Sandbox, root: Path, action: str, what: Any) -> None:
         if not nested.exists():
             shutil.copytree(box.root / "repository", nested)
         with (nested / ".git" / "config").open("a") as f:
-            f.write(box.arm(what))
+            f.write(box.arm(value))
     elif action == "attributes":
-        (root / ".gitattributes").write_text(what)
+        (root / ".gitattributes").write_text(value)
     elif action == "name":
-        (root / what).write_text("x = 2\n")
+        (root / value).write_text("x = 2\n")
     elif action == "link":
-        path = root / what[0]
+        path = root / value[0]
         path.parent.mkdir(exist_ok=True)
         if not (path.exists() or path.is_symlink()):
-            path.symlink_to(what[1])
+            path.symlink_to(value[1])
     elif action == "mode":
         if not (root / "src").is_symlink():
-            (root / "src" / "lib.py").chmod(what)
+            (root / "src" / "lib.py").chmod(value)
     elif action == "kind":
-        _odd_file(box, root, what)
+        _odd_file(box, root, value)
     elif action == "secret":
-        path = root / what
+        path = root / value
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"TOKEN={SECRET}\n")
         path.chmod(0o600)
     elif (root / "src").is_dir() and not (root / "src").is_symlink():
         shutil.rmtree(root / "src")
-        (root / "src").symlink_to(what)
+        (root / "src").symlink_to(value)
 
 
 def _odd_file(box: Sandbox, root: Path, kind: str) -> None:
@@ -189,15 +189,15 @@ def _odd_file(box: Sandbox, root: Path, kind: str) -> None:
 
 
 def _judge_snapshot(run: Path) -> None:
-    """Nothing from outside or secret in it, and no bit that gives somebody rights."""
+    """Raise FaultFound if the snapshot contains a secret, or a setuid or setgid bit."""
     for folder, _, files in os.walk(run):
         for name in files:
             path = Path(folder, name)
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
                 continue
-            if found.st_mode & (stat.S_ISUID | stat.S_ISGID):
-                raise FaultFound(Fault("leak", "mode", f"{path}: {stat.filemode(found.st_mode)}"))
+            if status.st_mode & (stat.S_ISUID | stat.S_ISGID):
+                raise FaultFound(Fault("leak", "mode", f"{path}: {stat.filemode(status.st_mode)}"))
             if SECRET.encode() in path.read_bytes():
                 raise FaultFound(Fault("leak", "secret", f"{path} has the content of a secret file"))
 

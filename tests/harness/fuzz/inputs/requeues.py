@@ -1,4 +1,4 @@
-"""`requeue` of runs in any state, with hostile options, files and job ids, beside a run that must stay as it is."""
+"""`requeue` of runs in any state, with hostile options, files and job ids, next to a run that must not change."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.harness.fuzz.inputs.run_files import NEIGHBOR, Change, changes, damag
 from tests.harness.fuzz.inputs.text import arguments
 from tests.harness.fuzz.judge import Fault, FaultFound
 from tests.harness.fuzz.play import InputClass
-from tests.harness.fuzz.sandbox import Said, Sandbox
+from tests.harness.fuzz.sandbox import CallResult, Sandbox
 from tests.unit.report.live_runs import begin, new_run
 
 OPTIONS = ("time", "exclude", "nodelist", "partition", "qos", "account")
 STATES = ("silent", "failed", "cancelled", "completed", "running", "asked", "pending")
-NEIGHBORS_JOB = "4713"
+NEIGHBOR_JOB_ID = "4713"
 JOB_IDS = (
-    NEIGHBORS_JOB,
-    f"{NEIGHBORS_JOB}_1",
+    NEIGHBOR_JOB_ID,
+    f"{NEIGHBOR_JOB_ID}_1",
     "--wrap=true",
     "4711 --all",
     "../x",
@@ -37,7 +37,7 @@ JOB_IDS = (
     "4711;",
 )
 CLAIMS = ("1.json", "01.json", "-5.json", "٣.json", f"{'9' * 30}.json", "x", ".json", "7.json.tmp")
-CLAIMED = '{"user": "x", "host": "far", "pid": 1, "created": 1.0, "t": 1.0, "job_id": "4711"}'
+CLAIM = '{"user": "x", "host": "far", "pid": 1, "created": 1.0, "t": 1.0, "job_id": "4711"}'
 OUTCOMES = (
     "echo 4720",
     "echo 4720",
@@ -46,8 +46,8 @@ OUTCOMES = (
     "echo '--x'",
     "exit 1",
 )
-# Takes down what it was called with, each word ended by NUL.
-LOGGED = """#!/bin/sh
+# Logs its arguments, each terminated by NUL.
+LOGGING_COMMAND = """#!/bin/sh
 [ "$1" = --version ] && echo slurm-wlm 22.05.8 && exit 0
 printf '%s\\0' {name} "$@" >> {log}
 {outcome}
@@ -67,54 +67,54 @@ def requests() -> SearchStrategy[Drawn]:
 def play(box: Sandbox, drawn: Drawn) -> None:
     state, options, job_id, claims, damages, outcome = drawn
     log = _slurm(box, state, outcome)
-    neighbor = _run(box, NEIGHBOR, NEIGHBORS_JOB, "silent")
+    neighbor = _run(box, NEIGHBOR, NEIGHBOR_JOB_ID, "silent")
     before = contents(neighbor.path)
     run = _run(box, RUN, job_id, state)
     if claims:
         (run.path / "continued").mkdir()
     for name in claims:
-        (run.path / "continued" / name).write_text(CLAIMED)
+        (run.path / "continued" / name).write_text(CLAIM)
     files = sorted(p for p in run.path.rglob("*") if p.is_file())
-    for place, how in damages:
-        path = files[place % len(files)]
+    for file_number, change_drawn in damages:
+        path = files[file_number % len(files)]
         if path.is_file() and not path.is_symlink():
-            damage(box, path, how)
+            damage(box, path, change_drawn)
     readable = box.call(("status", RUN)).code == 0
     log.unlink(missing_ok=True)
     with (
         mock.patch.object(continue_run, "ANSWER_TIMEOUT_S", 0.0),
         mock.patch.object(continue_run, "WRITE_TIMEOUT_S", 0.0),
     ):
-        said = box.call(("requeue", RUN, *(f"--{name}={value}" for name, value in options.items())))
-    words = log.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1] if log.exists() else []
-    _judge(run, said, words, {name: box.arm(value) for name, value in options.items()}, accepted="4720" in outcome)
+        result = box.call(("requeue", RUN, *(f"--{name}={value}" for name, value in options.items())))
+    argv = log.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1] if log.exists() else []
+    _judge(run, result, argv, {name: box.arm(value) for name, value in options.items()}, accepted="4720" in outcome)
     if contents(neighbor.path) != before:
         raise FaultFound(Fault("neighbor", "requeue", "changed the files of another run"))
     if readable and box.call(("status", RUN)).code != 0:
-        raise FaultFound(Fault("hidden", "requeue", "status read the run before, and does not any more"))
+        raise FaultFound(Fault("hidden", "requeue", "status could read the run only before the requeue"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def _judge(run: RunDir, said: Said, words: list[str], options: dict[str, str], *, accepted: bool) -> None:
-    if any(word.partition("_")[0] == NEIGHBORS_JOB for word in words if "sbatch" not in words):
-        raise FaultFound(Fault("neighbor", "requeue", f"names the job of another run: {words}"))
-    if "sbatch" not in words:
+def _judge(run: RunDir, result: CallResult, argv: list[str], options: dict[str, str], *, accepted: bool) -> None:
+    if any(word.partition("_")[0] == NEIGHBOR_JOB_ID for word in argv if "sbatch" not in argv):
+        raise FaultFound(Fault("neighbor", "requeue", f"names the job of another run: {argv}"))
+    if "sbatch" not in argv:
         return
     allowed = tuple(f"--{name}=" for name in OPTIONS)
-    odd = [w for w in words[3:-1] if not w.startswith(allowed)]
+    unexpected = [w for w in argv[3:-1] if not w.startswith(allowed)]
     head = ["sbatch", "--parsable", f"--chdir={run.path}"]
-    if words[:3] != head or odd or not words[-1].startswith(str(run.path)):
-        raise FaultFound(Fault("argv", "sbatch", f"{words}"))
+    if argv[:3] != head or unexpected or not argv[-1].startswith(str(run.path)):
+        raise FaultFound(Fault("argv", "sbatch", f"{argv}"))
     for name, value in options.items():
-        arrived = [w.partition("=")[2] for w in words if w.startswith(f"--{name}=")]
-        whole = [v for v in arrived if v == value or (name == "exclude" and value in v)]
-        if value and len(whole) != 1:
-            raise FaultFound(Fault("argv", f"--{name}", f"typed was {value!r}, sbatch was given {arrived}"))
-    if accepted and said.code != 0:
-        raise FaultFound(Fault("argv", "refused", f"the command failed, and made a job: {said.err}"))
+        passed = [w.partition("=")[2] for w in argv if w.startswith(f"--{name}=")]
+        matches = [v for v in passed if v == value or (name == "exclude" and value in v)]
+        if value and len(matches) != 1:
+            raise FaultFound(Fault("argv", f"--{name}", f"the user typed {value!r}, sbatch got {passed}"))
+    if accepted and result.code != 0:
+        raise FaultFound(Fault("argv", "refused", f"the command failed but submitted a job: {result.err}"))
 
 
 def _slurm(box: Sandbox, state: str, outcome: str) -> Path:
@@ -123,7 +123,7 @@ def _slurm(box: Sandbox, state: str, outcome: str) -> Path:
     box.answer({"squeue": line.encode()}, b"", 0)
     log = box.root / "called"
     for name in ("sbatch", "scancel", "scontrol"):
-        text = LOGGED.format(name=name, log=log, outcome=outcome if name == "sbatch" else "exit 1")
+        text = LOGGING_COMMAND.format(name=name, log=log, outcome=outcome if name == "sbatch" else "exit 1")
         (box.root / "bin" / name).write_text(text)
     return log
 

@@ -1,4 +1,4 @@
-"""Files of a run, its telemetry and its checkpoints, damaged; every command that reads them."""
+"""Damaged files of a run, its telemetry and its checkpoints, and every command that reads them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hypothesis.strategies import SearchStrategy
 from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
 from tests.harness.fuzz.inputs.commands import RUN, finished_run
-from tests.harness.fuzz.inputs.damage import change, json_changed
+from tests.harness.fuzz.inputs.damage import change, json_changes
 from tests.harness.fuzz.judge import Fault, FaultFound
 from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
 from tests.unit.report import live_runs
 
-# A healthy neighbor: damage in one run never hides another.
+# A sound run: damage to another run must never hide it.
 NEIGHBOR = "other-zzz222"
-SWEEP = "grid-swp234"  # of the two
+SWEEP = "grid-swp234"  # contains both runs
 READERS = (
     ("status", RUN),
     ("status", RUN, "--json"),
@@ -60,44 +60,44 @@ ODD_KINDS = ("fifo", "socket", "folder", "link to itself", "link to zeros", "lin
 
 
 def changes() -> SearchStrategy[Change]:
-    return st.one_of(json_changed(), json_changed(), st.tuples(st.just("kind"), st.sampled_from(ODD_KINDS)))
+    return st.one_of(json_changes(), json_changes(), st.tuples(st.just("kind"), st.sampled_from(ODD_KINDS)))
 
 
-def damage(box: Sandbox, path: Path, how: Change) -> None:
-    if how[0] != "kind":
-        if path.stat().st_size > 1 << 26:  # damaged before
+def damage(box: Sandbox, path: Path, operation: Change) -> None:
+    if operation[0] != "kind":
+        if path.stat().st_size > 1 << 26:  # enlarged by earlier damage
             return
-        path.write_bytes(box.arm_bytes(change(path.read_bytes(), how)))
+        path.write_bytes(box.arm_bytes(change(path.read_bytes(), operation)))
         return
     path.unlink()
-    if how[1] == "fifo":
+    if operation[1] == "fifo":
         os.mkfifo(path)
-    elif how[1] == "folder":
+    elif operation[1] == "folder":
         path.mkdir()
-    elif how[1] == "link to itself":
+    elif operation[1] == "link to itself":
         path.symlink_to(path.name)
-    elif how[1] == "link to zeros":
+    elif operation[1] == "link to zeros":
         path.symlink_to("/dev/zero")
-    elif how[1] == "link outside":
+    elif operation[1] == "link outside":
         path.symlink_to(box.outside / "secret")
-    elif how[1] == "socket":
-        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as s:  # the kernel takes 107 bytes of a path
+    elif operation[1] == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as s:  # a socket path has at most 107 bytes
             s.bind(path.name)
-    elif how[1] == "50 GB":
+    elif operation[1] == "50 GB":
         path.touch()
         os.truncate(path, 50 << 30)
-    elif how[1] == "bomb":
+    elif operation[1] == "bomb":
         path.write_bytes(bomb())
 
 
 @functools.cache
 def bomb() -> bytes:
-    """512 MiB of zeros in a member of gzip."""
+    """Return a gzip member with 512 MiB of zeros."""
     return gzip.compress(bytes(1 << 29), compresslevel=1)
 
 
 def full_run(box: Sandbox) -> RunDir:
-    """A run with a file of every kind that a command reads, but checkpoints."""
+    """Return a run with a file of every kind that a command reads, except checkpoints."""
     run = finished_run(box)
     live_runs.record(run, "a", time.time() - 60, gpus=2, seconds=20, end=True)
     attempt = run.attempt(1)
@@ -125,15 +125,15 @@ def checkpointed_run(box: Sandbox) -> RunDir:
 
 
 def fresh_run(box: Sandbox, make: Callable[[Sandbox], RunDir]) -> Path:
-    """The folder of an undamaged RUN, with NEIGHBOR beside it."""
-    kept = box.root / make.__name__
-    if not kept.exists():
-        make(box).path.rename(kept)
+    """Return the folder of an undamaged RUN, next to NEIGHBOR."""
+    template = box.root / make.__name__
+    if not template.exists():
+        make(box).path.rename(template)
     folder, neighbor = (box.home / "runs" / name for name in (RUN, NEIGHBOR))
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(kept, folder)
+    shutil.copytree(template, folder)
     if not neighbor.exists():
-        shutil.copytree(kept, neighbor)
+        shutil.copytree(template, neighbor)
         sweep = box.home / "sweeps" / SWEEP
         sweep.mkdir(parents=True)
         for task, run in enumerate((folder, neighbor)):
@@ -141,27 +141,27 @@ def fresh_run(box: Sandbox, make: Callable[[Sandbox], RunDir]) -> Path:
     return folder
 
 
-def player(make: Callable[[Sandbox], RunDir], neighbor_too: bool) -> Callable[[Sandbox, Any], None]:
+def make_player(make: Callable[[Sandbox], RunDir], check_neighbor: bool) -> Callable[[Sandbox, Any], None]:
     def play(box: Sandbox, drawn: tuple[list[tuple[int, Change]], tuple[str, ...]]) -> None:
-        damages, words = drawn
+        damages, argv = drawn
         folder = fresh_run(box, make)
         files = sorted(p for p in folder.rglob("*") if p.is_file())
-        for place, how in damages:
+        for place, operation in damages:
             path = files[place % len(files)]
-            # `logs` prints all that is there, if it takes an hour.
-            endless = words[0] == "logs" and how[1] == "50 GB"
+            # `logs` would print the whole file, which takes an hour.
+            endless = argv[0] == "logs" and operation[1] == "50 GB"
             if path.is_file() and not path.is_symlink() and not endless:
-                damage(box, path, how)
-        said = box.call(words, terminal_safe=True)
-        if neighbor_too and words[0] == "list":
-            _neighbor_is_listed(said.out)
+                damage(box, path, operation)
+        result = box.call(argv, terminal_safe=True)
+        if check_neighbor and argv[0] == "list":
+            _check_neighbor_is_listed(result.out)
 
     return play
 
 
-def _neighbor_is_listed(shown: str) -> None:
-    if NEIGHBOR not in shown:
-        raise FaultFound(Fault("hidden", "list", f"{NEIGHBOR} is not in:\n{shown}"))
+def _check_neighbor_is_listed(output: str) -> None:
+    if NEIGHBOR not in output:
+        raise FaultFound(Fault("hidden", "list", f"{NEIGHBOR} is not in:\n{output}"))
 
 
 def damaged(readers: tuple[tuple[str, ...], ...]) -> SearchStrategy[Any]:
@@ -169,16 +169,16 @@ def damaged(readers: tuple[tuple[str, ...], ...]) -> SearchStrategy[Any]:
     return st.tuples(places, st.sampled_from(readers))
 
 
-def telemetry_only(box: Sandbox, drawn: tuple[list[tuple[int, Change]], tuple[str, ...]]) -> None:
-    """As the run files, but all damage is in the segments."""
-    damages, words = drawn
+def play_segments(box: Sandbox, drawn: tuple[list[tuple[int, Change]], tuple[str, ...]]) -> None:
+    """Damage only telemetry segments, and call a command."""
+    damages, argv = drawn
     folder = fresh_run(box, full_run)
     files = sorted(p for p in folder.glob("attempts/*/telemetry/**/*") if p.is_file())
-    for place, how in damages:
+    for place, operation in damages:
         path = files[place % len(files)]
         if path.is_file() and not path.is_symlink():
-            damage(box, path, how)
-    box.call(words, terminal_safe=True)
+            damage(box, path, operation)
+    box.call(argv, terminal_safe=True)
 
 
 INDEX_READERS = (
@@ -188,65 +188,67 @@ INDEX_READERS = (
 )
 
 
-def signed_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> None:
-    """A changed index of a checkpoint with the checksum that fits it. What `verify` calls good, `digest` reads."""
+def play_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> None:
+    """Change a checkpoint's manifest and adapt its checksum; `digest` must read what `verify` accepts."""
     from clustertrain.checkpoint.format import manifest as index
 
-    changed, words = drawn
+    changes_drawn, argv = drawn
     folder = fresh_run(box, checkpointed_run)
-    one = folder / "checkpoints" / "step-00000001"
-    data = (one / index.MANIFEST).read_bytes()
-    for how in changed:
-        data = change(data, how)
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    data = (checkpoint / index.MANIFEST).read_bytes()
+    for operation in changes_drawn:
+        data = change(data, operation)
     data = box.arm_bytes(data)
-    (one / index.MANIFEST).write_bytes(data)
+    (checkpoint / index.MANIFEST).write_bytes(data)
     marker = {"format": index.FORMAT_VERSION, "step": 1, "manifest_xxh3_128": index.checksum(data)}
-    (one / index.COMMITTED).write_text(json.dumps(marker))
-    box.call(words, terminal_safe=True)
-    if words[1] == "digest":
-        good = box.call(("checkpoint", "verify", f"{RUN}@1")).code == 0
-        if good and box.call(words).code != 0:
-            raise FaultFound(Fault("disagree", "digest", "verify calls good what digest does not read"))
+    (checkpoint / index.COMMITTED).write_text(json.dumps(marker))
+    box.call(argv, terminal_safe=True)
+    if argv[1] == "digest":
+        valid = box.call(("checkpoint", "verify", f"{RUN}@1")).code == 0
+        if valid and box.call(argv).code != 0:
+            raise FaultFound(Fault("disagree", "digest", "verify accepts what digest cannot read"))
 
 
-def figures_changed(box: Sandbox, drawn: tuple[int, list[Change], tuple[str, ...]]) -> None:
-    """Changed values in the segments, packed as a sampler packs them."""
+def play_telemetry_values(box: Sandbox, drawn: tuple[int, list[Change], tuple[str, ...]]) -> None:
+    """Change values in telemetry segments, which are then compressed as the sampler does."""
     from clustertrain.telemetry.store import jsonl_blocks, totals
 
-    place, changed, words = drawn
+    place, changes_drawn, argv = drawn
     folder = fresh_run(box, full_run)
     segment = next(folder.glob("attempts/*/telemetry/*/0"))
     path = segment / ("header.json", totals.NAME, jsonl_blocks.NAME)[place % 3]
     data = path.read_bytes() if path.suffix == ".json" else gzip.decompress(path.read_bytes())
-    for how in changed:
-        data = change(data, how)
+    for operation in changes_drawn:
+        data = change(data, operation)
     if path.name == jsonl_blocks.NAME:
-        (segment / totals.NAME).unlink()  # else only the samples after it count
+        (segment / totals.NAME).unlink()  # otherwise only the samples after it count
         data = jsonl_blocks.compress_member(data)
     elif path.name == totals.NAME:
         data = gzip.compress(data)
     path.write_bytes(data)
-    box.call(words, terminal_safe=True)
+    box.call(argv, terminal_safe=True)
 
 
-TELEMETRY_READERS = tuple(words for words in READERS if words[0] in ("telemetry", "top", "status"))
+TELEMETRY_READERS = tuple(argv for argv in READERS if argv[0] in ("telemetry", "top", "status"))
 
 CLASSES = (
-    InputClass("run_files", lambda: damaged(READERS), player(full_run, neighbor_too=True), 40),
+    InputClass("run_files", lambda: damaged(READERS), make_player(full_run, check_neighbor=True), 40),
     InputClass(
         "figures",
         lambda: st.tuples(
-            st.integers(0, 2), st.lists(json_changed(), min_size=1, max_size=2), st.sampled_from(TELEMETRY_READERS)
+            st.integers(0, 2), st.lists(json_changes(), min_size=1, max_size=2), st.sampled_from(TELEMETRY_READERS)
         ),
-        figures_changed,
+        play_telemetry_values,
         40,
     ),
-    InputClass("segments", lambda: damaged(TELEMETRY_READERS), telemetry_only, 40),
+    InputClass("segments", lambda: damaged(TELEMETRY_READERS), play_segments, 40),
     InputClass(
         "indexes",
-        lambda: st.tuples(st.lists(json_changed(), min_size=1, max_size=2), st.sampled_from(INDEX_READERS)),
-        signed_index,
+        lambda: st.tuples(st.lists(json_changes(), min_size=1, max_size=2), st.sampled_from(INDEX_READERS)),
+        play_index,
         30,
     ),
-    InputClass("manifests", lambda: damaged(CHECKPOINT_READERS), player(checkpointed_run, neighbor_too=False), 25),
+    InputClass(
+        "manifests", lambda: damaged(CHECKPOINT_READERS), make_player(checkpointed_run, check_neighbor=False), 25
+    ),
 )

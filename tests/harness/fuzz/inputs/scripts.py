@@ -1,4 +1,4 @@
-"""Values that end up in job.sh: the script is run by bash, and its environment compared with what was typed."""
+"""Values that end up in job.sh, which bash runs; its environment must be what the user typed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.fuzz.judge import Fault, FaultFound
 from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
 
-# Stands for the interpreter of the job: shows the environment that it was given.
+# Replaces the job's Python interpreter and prints its environment.
 SPY = "#!/bin/sh\nexec /usr/bin/env -0\n"
 OPTIONS = (
     "--partition", "--account", "--qos", "--time", "--mem", "--constraint", "--exclude", "--nodelist", "--reservation",

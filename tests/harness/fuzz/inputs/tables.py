@@ -8,7 +8,7 @@ import io
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from tests.harness.fuzz.inputs.damage import bytes_changed, change
+from tests.harness.fuzz.inputs.damage import byte_changes, change
 from tests.harness.fuzz.inputs.text import numbers, words
 from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
@@ -26,9 +26,9 @@ ROW = {
 
 def tables() -> SearchStrategy[bytes]:
     cell = numbers().map(str) | words()
-    row = st.dictionaries(st.sampled_from(sorted(ROW)), cell, max_size=3).map(lambda changed: {**ROW, **changed})
+    row = st.dictionaries(st.sampled_from(sorted(ROW)), cell, max_size=3).map(lambda changes: {**ROW, **changes})
     whole = st.lists(row, min_size=1, max_size=3).map(_text)
-    return st.one_of(whole, whole, st.builds(change, whole, bytes_changed()))
+    return st.one_of(whole, whole, st.builds(change, whole, byte_changes()))
 
 
 def _text(rows: list[dict[str, str]]) -> bytes:

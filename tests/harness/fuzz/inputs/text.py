@@ -1,4 +1,4 @@
-"""Words and values that break programs: what shells, TOML, paths, terminals, templates and integers trip over."""
+"""Text and values that break shells, TOML, paths, terminals, templates and integers."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ FLOATS = (0.0, -0.0, 1e-320, 5e-324, 1e-30, 0.1, 0.999999, 1.0, 1.5, 1e30, 1e308
 
 
 def words() -> SearchStrategy[str]:
-    """Mostly the known tricks, and now and then any text at all."""
+    """Draw hostile text, mostly known tricks, sometimes arbitrary text."""
     tricks = st.sampled_from(COMMANDS) | st.sampled_from(ODD)
-    glued = st.builds(lambda a, b: a + b, st.sampled_from(("x", "gpt", "a.toml", "")), tricks)
-    return st.one_of(tricks, glued, st.text(max_size=20), st.text(alphabet="abc._-/=[]{}\"'0123 ", max_size=20))
+    prefixed = st.builds(lambda a, b: a + b, st.sampled_from(("x", "gpt", "a.toml", "")), tricks)
+    return st.one_of(tricks, prefixed, st.text(max_size=20), st.text(alphabet="abc._-/=[]{}\"'0123 ", max_size=20))
 
 
 def arguments() -> SearchStrategy[str]:
-    """:func:`words` that an operating system takes as an argument: it ends at a NUL."""
+    """Draw :func:`words` that can be arguments of a process: without NUL."""
     return words().map(lambda word: word.replace("\0", "")).filter(_encodes)
 
 
@@ -113,10 +113,10 @@ def numbers() -> SearchStrategy[Any]:
 
 
 def values() -> SearchStrategy[Any]:
-    """What JSON and TOML can hold, None included."""
+    """Draw values that JSON or TOML can represent, including None."""
     plain = st.one_of(st.none(), st.booleans(), numbers(), words())
     return st.recursive(
-        plain, lambda of: st.lists(of, max_size=4) | st.dictionaries(words(), of, max_size=3), max_leaves=6
+        plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words(), inner, max_size=3), max_leaves=6
     )
 
 

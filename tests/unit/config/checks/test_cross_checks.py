@@ -1,4 +1,4 @@
-"""What the tables of a recipe say of each other, before the queue."""
+"""Checks across the tables of a recipe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from clustertrain.errors import ConfigError
 
 
 def recipe(**tables: Any) -> Recipe:
-    made = build(tables, Recipe, "recipe.toml")
-    check_contract(made, "recipe.toml")
-    return made
+    built = build(tables, Recipe, "recipe.toml")
+    check_contract(built, "recipe.toml")
+    return built
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "message"),
     [
         ({"schedule": {"warmup_steps": 200}}, "warmup_steps = 200 is not less than train.steps = 200"),
         ({"schedule": {"kind": "wsd", "warmup_steps": 100, "cooldown_steps": 101}}, "exceed train.steps = 200"),
@@ -84,8 +84,8 @@ def recipe(**tables: Any) -> Recipe:
         ({"stability": {"spike_window": 4}}, "spike_window = 4: must be 16"),
     ],
 )
-def test_contradictory_tables_are_refused(tables: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_contradictory_tables_are_refused(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 
@@ -94,9 +94,9 @@ def test_defaults_follow_from_other_tables() -> None:
     assert text.optim.resolve_betas(is_text=text.is_text) == (0.9, 0.95)
     assert images.optim.resolve_betas(is_text=images.is_text) == (0.9, 0.999)
     assert (text.deciding_metric, text.higher_is_better) == ("loss", False)
-    images_kept = {"model": {"kind": "convnet"}, "data": {"validation": 0.1}}
-    kept = recipe(**images_kept, contract={"metric": "validation_accuracy/class-1"})
-    assert kept.higher_is_better
+    images_with_validation = {"model": {"kind": "convnet"}, "data": {"validation": 0.1}}
+    by_class = recipe(**images_with_validation, contract={"metric": "validation_accuracy/class-1"})
+    assert by_class.higher_is_better
     assert recipe(data={"validation": 0.1}).deciding_metric == "validation_loss"
     assert text.evaluated_metrics == ("accuracy", "perplexity", "bits_per_token")
     assert recipe(model={"kind": "two-tower"}).evaluated_metrics == ("recall_at_1",)
@@ -123,7 +123,7 @@ def test_available_metric_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "message"),
     [
         ({"contract": {"metric": "accuracy"}, "data": {"validation": 0.1}}, "did you mean validation_accuracy"),
         ({"contract": {"metric": "accuracy"}}, "did you mean validation_accuracy"),
@@ -149,8 +149,8 @@ def test_available_metric_is_accepted(name: str) -> None:
         ),
     ],
 )
-def test_unavailable_metric_is_refused(tables: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_unavailable_metric_is_refused(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 

@@ -1,4 +1,4 @@
-"""Slices that a recipe names and that its validation data cannot have."""
+"""Slices in a recipe that its validation data cannot have."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
-KEPT, IMAGES, PAIRS = {"validation": 0.1}, {"kind": "convnet"}, {"kind": "two-tower"}
+VALIDATED, IMAGES, PAIRS = {"validation": 0.1}, {"kind": "convnet"}, {"kind": "two-tower"}
 TEN = "class-0, class-1, .*class-8, class-9"
 
 
 def recipe(slices: Any = (), **tables: Any) -> Recipe:
-    tables["data"] = {**KEPT, **tables.get("data", {})}
+    tables["data"] = {**VALIDATED, **tables.get("data", {})}
     tables["contract"] = {"slices": list(slices), **tables.get("contract", {})}
-    made = build(tables, Recipe, "recipe.toml")
-    check_contract(made, "recipe.toml")
-    return made
+    built = build(tables, Recipe, "recipe.toml")
+    check_contract(built, "recipe.toml")
+    return built
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         ({"slices": ["class-88"], "model": IMAGES}, f"contract.slices: .* no slice 'class-88'; it has {TEN}$"),
         ({"slices": ["class-88"], "model": IMAGES, "data": {"path": "digits"}}, f"it has {TEN}$"),
@@ -53,8 +53,8 @@ def recipe(slices: Any = (), **tables: Any) -> Recipe:
         ),
     ],
 )
-def test_unknown_slice_lists_available_ones(tables: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unknown_slice_lists_available_ones(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 

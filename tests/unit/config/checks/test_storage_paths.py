@@ -1,4 +1,4 @@
-"""Folders of nodes, as recipes name them."""
+"""Node-local folders in recipes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_node_variables_are_substituted(text: str, environ: dict[str, str], path
 
 
 @pytest.mark.parametrize(
-    ("text", "environ", "said"),
+    ("text", "environ", "message"),
     [
         ("$SLURM_TMPDIR/x", {}, r"\$SLURM_TMPDIR is not set here"),
         ("$TMPDIR", {"TMPDIR": ""}, r"\$TMPDIR is not set here"),
         ("$TMPDIR", {"TMPDIR": "tmp"}, "tmp is not an absolute path"),
     ],
 )
-def test_unset_variable_is_named(text: str, environ: dict[str, str], said: str) -> None:
-    with pytest.raises(UnsuitableEnvironment, match=said):
+def test_unset_variable_is_named(text: str, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UnsuitableEnvironment, match=message):
         resolve_node_folder(text, environ)
 
 

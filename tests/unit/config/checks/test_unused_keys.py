@@ -11,16 +11,16 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
-IMAGES, PAIRS, KEPT = {"kind": "convnet"}, {"kind": "two-tower"}, {"validation": 0.1}
+IMAGES, PAIRS, VALIDATED = {"kind": "convnet"}, {"kind": "two-tower"}, {"validation": 0.1}
 
 
-def looked_at(**tables: Any) -> None:
+def check_recipe(**tables: Any) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
     check_unused_keys(find_unused_keys(tables, recipe), recipe, "recipe.toml")
 
 
 @pytest.mark.parametrize(
-    ("tables", "said", "fix"),
+    ("tables", "message", "fix"),
     [
         (
             {"schedule": {"milestones": [10, 20], "gamma": 0.2}},
@@ -82,9 +82,9 @@ def looked_at(**tables: Any) -> None:
         ({"telemetry": {"prometheus": {"address": "0.0.0.0"}}}, "prometheus.address has", "set that port"),
     ],
 )
-def test_unused_key_is_refused_with_reason(tables: dict[str, Any], said: str, fix: str) -> None:
-    with pytest.raises(ConfigError, match=f"^recipe.toml: .*{said}") as caught:
-        looked_at(**tables)
+def test_unused_key_is_refused_with_reason(tables: dict[str, Any], message: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"^recipe.toml: .*{message}") as caught:
+        check_recipe(**tables)
     assert fix in str(caught.value.fix) and str(caught.value.fix).startswith("remove ")
 
 
@@ -103,7 +103,7 @@ def test_unused_key_is_refused_with_reason(tables: dict[str, Any], said: str, fi
     ],
 )
 def test_noop_value_of_unused_key_is_accepted(tables: dict[str, Any]) -> None:
-    looked_at(**tables)
+    check_recipe(**tables)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_noop_value_of_unused_key_is_accepted(tables: dict[str, Any]) -> None:
         {"optim": {"clip": "adaptive", "clip_norm": 0.5, "clip_quantile": 0.9, "lr_scale": {"head": 2.0}}},
         {"data": {"kind": "custom", "entry": "a:b", "args": {"pattern": "x"}, "seq_len": 64}},
         {"data": {"path": "digits", "validation_path": "mine", "image_size": 8}, "model": IMAGES},
-        {"data": {**KEPT, "workers": -1, "prefetch": 4}, "evaluation": {"every": 5}},
+        {"data": {**VALIDATED, "workers": -1, "prefetch": 4}, "evaluation": {"every": 5}},
         {"contract": {"gpu_hours": 2.0, "on_budget_spent": "warn"}, "stability": {"spike_window": 64}},
         {"tracking": {"trackers": ["mlflow"], "project": "x", "uri": "sqlite:///x"}},
         {"model": {"preset": "125m", "layers": 2}},
     ],
 )
 def test_used_key_is_accepted(tables: dict[str, Any]) -> None:
-    looked_at(**tables)
+    check_recipe(**tables)

@@ -1,4 +1,4 @@
-"""Every number of a recipe, a profile and the options has a largest value, and an error that says why."""
+"""Every number of recipes, profiles and options has an upper bound, and an error with the reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from clustertrain.config.parsing.toml_parser import MAX_DEPTH
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, UsageError
 
-# Checked against both ends in their own tables, by the 64 bits of TOML, or by what may be written there.
-OF_THEIR_TABLES = {
+# Bounded by the checks of their own tables.
+BOUNDED_BY_TABLE = {
     "model.dropout", "data.validation", "data.augment.color", "data.augment.mixup", "optim.betas", "optim.momentum",
     "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature",
     "model.two_tower.temperature", "schedule.floor", "schedule.gamma", "schedule.rise", "schedule.initial",
@@ -33,51 +33,53 @@ OF_THEIR_TABLES = {
 ANY_64_BITS = {"train.seed", "objective.ignore_index"}
 
 
-def numbers(kind: type[msgspec.Struct], above: str = "") -> Iterator[tuple[str, bool, list[bool]]]:
-    """(key, whether it takes whole numbers only, of each table around it whether it is in a list)."""
-    for name, of in field_types(kind).items():
-        items = element_types(of)
-        struct = find_struct(items[0]) if items else find_struct(of)
+def numbers(struct_type: type[msgspec.Struct], parent: str = "") -> Iterator[tuple[str, bool, list[bool]]]:
+    """Iterate over (key, whether it accepts only integers, whether each enclosing table is in a list)."""
+    for name, field_type in field_types(struct_type).items():
+        items = element_types(field_type)
+        struct = find_struct(items[0]) if items else find_struct(field_type)
         if struct is not None:
-            for key, whole, lists in numbers(struct, f"{above}{name}."):
-                yield key, whole, [bool(items), *lists]
+            for key, is_integer, lists in numbers(struct, f"{parent}{name}."):
+                yield key, is_integer, [bool(items), *lists]
             continue
-        leaves = {of, *get_args(of), *items}
+        leaves = {field_type, *get_args(field_type), *items}
         if leaves & {int, float}:
-            yield f"{above}{name}", float not in leaves, []
+            yield f"{parent}{name}", float not in leaves, []
 
 
 def document(key: str, value: Any, lists: list[bool]) -> dict[str, Any]:
-    *tables, leaf = key.split(".")
-    found: Any = {leaf: value}
+    *tables, last = key.split(".")
+    table_value: Any = {last: value}
     for table, listed in zip(reversed(tables), reversed(lists), strict=True):
-        found = {table: [found] if listed else found}
-    return dict(found)
+        table_value = {table: [table_value] if listed else table_value}
+    return dict(table_value)
 
 
 CASES = [
-    *((Recipe, "", key, whole, lists) for key, whole, lists in numbers(Recipe)),
-    *((ClusterProfile, "", key, whole, lists) for key, whole, lists in numbers(ClusterProfile)),
-    *((JobSpec, "job.", key, whole, lists) for key, whole, lists in numbers(JobSpec)),
+    *((Recipe, "", key, is_integer, lists) for key, is_integer, lists in numbers(Recipe)),
+    *((ClusterProfile, "", key, is_integer, lists) for key, is_integer, lists in numbers(ClusterProfile)),
+    *((JobSpec, "job.", key, is_integer, lists) for key, is_integer, lists in numbers(JobSpec)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "at", "key", "whole", "lists"), CASES, ids=[at + key for _, at, key, _, _ in CASES])
+@pytest.mark.parametrize(
+    ("struct_type", "at", "key", "is_integer", "lists"), CASES, ids=[at + key for _, at, key, _, _ in CASES]
+)
 def test_every_number_has_a_bound(
-    kind: type[msgspec.Struct], at: str, key: str, whole: bool, lists: list[bool]
+    struct_type: type[msgspec.Struct], at: str, key: str, is_integer: bool, lists: list[bool]
 ) -> None:
-    values: list[Any] = [2**62, 10**400, int("f" * 6000, 16), *([] if whole else [1e308])]
+    values: list[Any] = [2**62, 10**400, int("f" * 6000, 16), *([] if is_integer else [1e308])]
     for value in values[1:] if key in ANY_64_BITS else values:
         with pytest.raises(ConfigError) as caught:
-            build(document(key, value, lists), kind, "x.toml", prefix=at)
+            build(document(key, value, lists), struct_type, "x.toml", prefix=at)
         assert key.rpartition(".")[2] in caught.value.message and len(caught.value.message) < 1000
-        if key not in OF_THEIR_TABLES | ANY_64_BITS:
+        if key not in BOUNDED_BY_TABLE | ANY_64_BITS:
             assert f"x.toml: {key} = " in caught.value.message and ": at most " in caught.value.message
 
 
 def test_every_bound_belongs_to_a_key() -> None:
-    there = {at + key for _, at, key, _, _ in CASES} | {"optim.lr_scale"}
-    assert set(bounds.BOUNDS) - there == set()
+    known = {at + key for _, at, key, _, _ in CASES} | {"optim.lr_scale"}
+    assert set(bounds.BOUNDS) - known == set()
 
 
 def test_bound_error_has_reason() -> None:
@@ -92,8 +94,8 @@ def test_values_of_named_tables_have_a_bound() -> None:
 
 
 def test_entry_args_are_unbounded_but_64_bit() -> None:
-    made = build({"model": {"entry": "a:b", "args": {"n": 2**63 - 1}}}, Recipe, "x.toml")
-    assert made.model.args == {"n": 2**63 - 1}
+    recipe = build({"model": {"entry": "a:b", "args": {"n": 2**63 - 1}}}, Recipe, "x.toml")
+    assert recipe.model.args == {"n": 2**63 - 1}
     with pytest.raises(ConfigError, match=r"model.args.n = a number of about"):
         build({"model": {"entry": "a:b", "args": {"n": 2**64}}}, Recipe, "x.toml")
 
@@ -152,14 +154,14 @@ def test_utf8_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "said", "fix"),
+    ("document", "message", "fix"),
     [
         ({"telemetry": {"alerts": {"command": {}}}}, "telemetry.alerts.command: expected a list, got a table", '["…"]'),
         ({"model": 3}, "model: expected a table, got `int`", "model.kind"),
         ({"optim": {"lr_scale": {"a.b": "x"}}}, 'optim.lr_scale."a.b": expected `float`, got `str`', ""),
     ],
 )
-def test_type_error_uses_toml_terms(document: dict[str, Any], said: str, fix: str) -> None:
+def test_type_error_uses_toml_terms(document: dict[str, Any], message: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(document, Recipe, "x.toml")
-    assert said in caught.value.message and fix in str(caught.value.fix)
+    assert message in caught.value.message and fix in str(caught.value.fix)

@@ -1,4 +1,4 @@
-"""Sizes by name, against the published numbers of parameters."""
+"""Presets, compared with the published numbers of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
 
-def of(**model: object) -> ModelSpec:
+def build_model(**model: object) -> ModelSpec:
     return build(apply_preset({"model": model}), Recipe, "recipe").model
 
 
@@ -28,26 +28,26 @@ def of(**model: object) -> ModelSpec:
     ],
 )
 def test_preset_has_published_parameter_count(preset: str, published: float) -> None:
-    assert of(preset=preset).parameters() == pytest.approx(published, rel=1e-3)
+    assert build_model(preset=preset).parameters() == pytest.approx(published, rel=1e-3)
 
 
 def test_tiny_preset_is_the_default() -> None:
-    assert of(preset="tiny") == ModelSpec(preset="tiny") and of() == ModelSpec()
+    assert build_model(preset="tiny") == ModelSpec(preset="tiny") and build_model() == ModelSpec()
 
 
 def test_recipe_overrides_preset() -> None:
-    model = of(preset="llama3.1-8b", layers=2, rope_theta=10_000.0)
+    model = build_model(preset="llama3.1-8b", layers=2, rope_theta=10_000.0)
     assert (model.layers, model.rope_theta) == (2, 10_000.0)
     assert (model.dim, model.kv_heads) == (4096, 8)
 
 
 def test_every_preset_is_valid() -> None:
     for name in PRESETS:
-        assert of(preset=name).parameters() > 0
+        assert build_model(preset=name).parameters() > 0
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ({"preset": "llama3-8b"}, "did you mean llama3.1-8b"),
         ({"preset": "tiny", "kind": "convnet"}, "remove preset"),
@@ -64,10 +64,10 @@ def test_every_preset_is_valid() -> None:
         ({"two_tower": {"temperature": 0.0}}, "between 0.01 and 10"),
     ],
 )
-def test_invalid_preset_use_is_refused(model: dict[str, object], said: str) -> None:
+def test_invalid_preset_use_is_refused(model: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        of(**model)
-    assert said in str(error.value)
+        build_model(**model)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is said to do about a value of the wrong type, and about lines that are not TOML."""
+"""Suggested fixes for values of the wrong type and for invalid TOML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.submit.recipe import RecipeFile
 
 
-def fix_of(text: str) -> str | None:
+def find_fix(text: str) -> str | None:
     with pytest.raises(ConfigError) as caught:
         build(parse_toml(text, "recipe.toml"), RecipeFile, "recipe.toml")
     return caught.value.fix
@@ -40,7 +40,7 @@ def fix_of(text: str) -> str | None:
     ],
 )
 def test_suggested_fix(text: str, fix: str) -> None:
-    assert fix_of(text) == fix
+    assert find_fix(text) == fix
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_toml_error_without_line() -> None:
     ],
 )
 def test_quoted_key_part(path: str, document: dict[str, Any]) -> None:
-    made: dict[str, Any] = {}
-    set_value_at(made, path, parse_value("0.1"))
-    assert made == document
+    assigned: dict[str, Any] = {}
+    set_value_at(assigned, path, parse_value("0.1"))
+    assert assigned == document
 
 
 def test_unclosed_quote_is_refused() -> None:
@@ -87,4 +87,4 @@ def test_unclosed_quote_is_refused() -> None:
 
 def test_name_with_dots_suggests_quotes() -> None:
     fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, or in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
-    assert fix_of("optim.lr_scale.blocks.0.a = 0.1") == fix
+    assert find_fix("optim.lr_scale.blocks.0.a = 0.1") == fix

@@ -1,4 +1,4 @@
-"""What is said of a key or a word that no recipe has, by whatever name other trainers have made it familiar."""
+"""Suggestions for unknown keys and values, including the names that other trainers use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.submit.recipe import RecipeFile
 
 
-def said(key: str, value: Any = 1) -> str:
+def error_message(key: str, value: Any = 1) -> str:
     document: dict[str, Any] = {}
     set_value_at(document, key, value)
     with pytest.raises(ConfigError) as caught:
@@ -21,7 +21,7 @@ def said(key: str, value: Any = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "intended"),
     [
         ("evaluation.early_stopping", "evaluation.patience"),
         ("optim.learning_rate", "optim.lr"),
@@ -39,8 +39,8 @@ def said(key: str, value: Any = 1) -> str:
         ("parallel.tensor_parallel_degree", "job.tp"),
     ],
 )
-def test_alias_suggests_key_of_any_table(key: str, meant: str) -> None:
-    assert said(key) == f"recipe.toml: unknown key {key!r}\n  fix: did you mean {meant}?"
+def test_alias_suggests_key_of_any_table(key: str, intended: str) -> None:
+    assert error_message(key) == f"recipe.toml: unknown key {key!r}\n  fix: did you mean {intended}?"
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_alias_suggests_key_of_any_table(key: str, meant: str) -> None:
     ],
 )
 def test_former_key_suggests_its_new_name(old: str, new: str) -> None:
-    assert said(old) == f"recipe.toml: unknown key {old!r}\n  fix: did you mean {new}?"
+    assert error_message(old) == f"recipe.toml: unknown key {old!r}\n  fix: did you mean {new}?"
 
 
 def test_different_unit_is_noted() -> None:
-    assert said("schedule.eta_min").endswith("did you mean schedule.floor? It is a fraction of optim.lr.")
+    assert error_message("schedule.eta_min").endswith("did you mean schedule.floor? It is a fraction of optim.lr.")
 
 
 def test_unknown_key_lists_its_table() -> None:
-    assert said("train.foo").endswith(
+    assert error_message("train.foo").endswith(
         "fix: known: deterministic, global_batch, log_every, micro_batch, precision, profile, seed, steps"
     )
 
 
 @pytest.mark.parametrize(
-    ("key", "word", "meant"),
+    ("key", "value", "intended"),
     [
         ("objective.kind", "bce", "binary-cross-entropy"),
         ("objective.kind", "clip", "nt-xent"),
@@ -85,20 +85,24 @@ def test_unknown_key_lists_its_table() -> None:
         ("data.kind", "own", "custom"),
     ],
 )
-def test_intended_choice_comes_first(key: str, word: str, meant: str) -> None:
-    assert f"fix: use one of {meant}, " in said(key, word)
+def test_intended_choice_comes_first(key: str, value: str, intended: str) -> None:
+    assert f"fix: use one of {intended}, " in error_message(key, value)
 
 
 def test_aliases_lead_to_existing_keys() -> None:
     keys = list_keys(RecipeFile)
-    assert {meant for several in synonyms.KEYS_BY_ALIAS.values() for meant in several} <= set(keys)
+    assert {intended for keys_of_alias in synonyms.KEYS_BY_ALIAS.values() for intended in keys_of_alias} <= set(keys)
     assert not synonyms.KEYS_BY_ALIAS.keys() & {name for name in keys if "." not in name}
 
 
 def test_values_are_formatted_as_toml() -> None:
-    assert said("optim.lr", "x").endswith('optim.lr: expected `float`, got `str`\n  fix: change optim.lr = "x"')
+    assert error_message("optim.lr", "x").endswith(
+        'optim.lr: expected `float`, got `str`\n  fix: change optim.lr = "x"'
+    )
     assert format_value({"a": (1, 2.5, "x"), "b": True}) == '{ a = [1, 2.5, "x"], b = true }'
 
 
 def test_cross_table_error_has_no_key_prefix() -> None:
-    assert said("schedule.warmup_steps", 200).startswith("recipe.toml: schedule.warmup_steps = 200 is not less")
+    assert error_message("schedule.warmup_steps", 200).startswith(
+        "recipe.toml: schedule.warmup_steps = 200 is not less"
+    )

@@ -69,7 +69,9 @@ def test_differing_settings_are_listed_without_secrets(tmp_path: Path) -> None:
     ],
     ids=["script", "model entry"],
 )
-def test_only_effective_settings_are_compared(spec: str, included: set[str], excluded: set[str], tmp_path: Path) -> None:
+def test_only_effective_settings_are_compared(
+    spec: str, included: set[str], excluded: set[str], tmp_path: Path
+) -> None:
     run = make_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
     with run.spec.open("a") as file:
         file.write(spec)

@@ -1,4 +1,4 @@
-"""What submit says of where alerts go."""
+"""Notes of `submit` on the destinations of alerts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ URL = "https://hooks.example.org/secret"
 
 
 def notes(
-    spec: AlertsSpec, *, share: bool = False, environ: Mapping[str, str] = {}, given: Mapping[str, str] = {}
+    spec: AlertsSpec, *, share: bool = False, environ: Mapping[str, str] = {}, env_option: Mapping[str, str] = {}
 ) -> list[str]:
-    return alerts.check_alerts(spec, share=share, environ=environ, public_env=given)
+    return alerts.check_alerts(spec, share=share, environ=environ, public_env=env_option)
 
 
 def test_valid_alerts_have_no_notes(tmp_path: Path) -> None:
@@ -30,24 +30,24 @@ def test_valid_alerts_have_no_notes(tmp_path: Path) -> None:
 
 def test_notes_omit_the_secret() -> None:
     spec = AlertsSpec(command=["no-such-program-at-all"], webhook="http://hooks.example.org/secret")
-    found = notes(spec, share=True)
-    assert len(found) == 2
-    assert "no-such-program-at-all" in found[0] and "unencrypted" in found[1]
-    assert "secret" not in " ".join(found)
+    texts = notes(spec, share=True)
+    assert len(texts) == 2
+    assert "no-such-program-at-all" in texts[0] and "unencrypted" in texts[1]
+    assert "secret" not in " ".join(texts)
 
 
 def test_shared_command_arguments_are_noted() -> None:
     spec = AlertsSpec(command=[sys.executable, "--token", "secret"])
     assert notes(spec) == []
-    (found,) = notes(spec, share=True)
-    assert "--share" in found and "--env" in found and "secret" not in found
+    (note,) = notes(spec, share=True)
+    assert "--share" in note and "--env" in note and "secret" not in note
 
 
 def test_webhook_variable_missing_or_recorded() -> None:
     (missing,) = notes(AlertsSpec(webhook_env="HOOK"))
     assert "HOOK is not set here" in missing
-    (written,) = notes(AlertsSpec(webhook_env="HOOK"), given={"HOOK": URL})
-    assert "spec.toml and job.sh" in written and "secret" not in written
+    (recorded,) = notes(AlertsSpec(webhook_env="HOOK"), env_option={"HOOK": URL})
+    assert "spec.toml and job.sh" in recorded and "secret" not in recorded
 
 
 def test_webhook_file_missing_or_readable_by_others(tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_webhook_file_missing_or_readable_by_others(tmp_path: Path) -> None:
     assert "No such file" in notes(AlertsSpec(webhook_file=str(file)))[0]
     file.write_text(URL)
     file.chmod(0o640)
-    (found,) = notes(AlertsSpec(webhook_file=str(file)))
-    assert "chmod 600" in found and "secret" not in found
+    (note,) = notes(AlertsSpec(webhook_file=str(file)))
+    assert "chmod 600" in note and "secret" not in note

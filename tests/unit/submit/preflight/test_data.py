@@ -1,4 +1,4 @@
-"""What submit knows of the data before the queue."""
+"""Checks of the data at submission."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tests.fakes.slurm.fixture import FakeSlurm
 pytestmark = [pytest.mark.usefixtures("fake_slurm"), pytest.mark.long]
 
 
-def prepared(cwd: Path, target: str = "", **tables: Any) -> PreparedRun:
+def prepare_run(cwd: Path, target: str = "", **tables: Any) -> PreparedRun:
     assignments = tuple(f"{table}.{key}={value}" for table, pairs in tables.items() for key, value in pairs.items())
     return prepare(SubmitRequest(target=target, cwd=cwd, assignments=assignments))
 
 
 def test_paths_are_relative_to_submit_folder(tmp_path: Path) -> None:
-    data = prepared(tmp_path, data={"path": "a.txt", "validation_path": "more/b.txt"}).spec.recipe.data
+    data = prepare_run(tmp_path, data={"path": "a.txt", "validation_path": "more/b.txt"}).spec.recipe.data
     assert (data.path, data.validation_path) == (str(tmp_path / "a.txt"), str(tmp_path / "more" / "b.txt"))
-    own = {"kind": "custom", "entry": "mine:make", "path": "cifar"}
-    assert prepared(tmp_path, data=own).spec.recipe.data.path == "cifar"
+    custom = {"kind": "custom", "entry": "mine:make", "path": "cifar"}
+    assert prepare_run(tmp_path, data=custom).spec.recipe.data.path == "cifar"
 
 
-def test_missing_validation_data_is_note_or_local_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+def test_missing_validation_data_is_noted_or_refused_locally(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
-    found = prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
-    note = data_here.check_data(found)
+    prepared = prepare_run(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
+    note = data_here.check_data(prepared)
     assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' does not exist")
     local = prepare(SubmitRequest(cwd=tmp_path, assignments=("data.validation_path=b.txt",), job={"backend": "local"}))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*no such file or folder"):
@@ -46,7 +46,7 @@ def test_training_data_as_validation_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     (tmp_path / "b.txt").symlink_to("a.txt")
     with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is the training data"):
-        data_here.check_data(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
+        data_here.check_data(prepare_run(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
 
 
 def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
@@ -56,28 +56,28 @@ def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
 
 def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
     data = shards(tmp_path)
-    assert data_here.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
+    assert data_here.check_data(prepare_run(tmp_path, data=data, model={"vocab_size": 300})) is None
     with pytest.raises(ConfigError, match=r"tokens up to 299, but model.vocab_size = 256"):
-        data_here.check_data(prepared(tmp_path, data=data))
-    # Of a model of the user's own the size is not known yet.
-    assert data_here.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
+        data_here.check_data(prepare_run(tmp_path, data=data))
+    # The vocabulary of a custom model is not known yet.
+    assert data_here.check_data(prepare_run(tmp_path, data=data, model={"entry": "mine:make"})) is None
 
 
 def test_fewer_tokens_than_sample_are_refused(tmp_path: Path) -> None:
     data = shards(tmp_path, 200)
     with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
-        data_here.check_data(prepared(tmp_path, data=data))
-    assert data_here.check_data(prepared(tmp_path, data={**data, "pack": "true"})) is None
+        data_here.check_data(prepare_run(tmp_path, data=data))
+    assert data_here.check_data(prepare_run(tmp_path, data={**data, "pack": "true"})) is None
 
 
 def test_folder_without_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
-        data_here.check_data(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
+        data_here.check_data(prepare_run(tmp_path, data={"kind": "tokens", "path": "shards"}))
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         ({"data": {"path": "long.txt", "max_bytes": 99}}, "data.max_bytes = 99 is less than one sample of 257 bytes"),
         ({"data": {"path": "short.txt"}}, "data.path = .*: 99 bytes are less than one sample of 257"),
@@ -87,24 +87,24 @@ def test_folder_without_tokens_is_refused(tmp_path: Path) -> None:
         ({"model": {"kind": "convnet"}, "data": {"path": "texts"}}, "no images in folders of classes"),
     ],
 )
-def test_empty_data_is_refused(tables: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_empty_data_is_refused(tables: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("b" * 999)
     (tmp_path / "short.txt").write_text("a" * 99)
     (tmp_path / "long.txt").write_text("a" * 999)
-    with pytest.raises(ConfigError, match=said):
-        data_here.check_data(prepared(tmp_path, **tables))
-    assert data_here.check_data(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
+    with pytest.raises(ConfigError, match=message):
+        data_here.check_data(prepare_run(tmp_path, **tables))
+    assert data_here.check_data(prepare_run(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
 
 
 def test_image_folder_slices_are_folder_names(tmp_path: Path) -> None:
     for name in ("cats", "dogs"):
         (tmp_path / "pets" / name).mkdir(parents=True)
     data = {"path": "pets", "validation": "0.1"}
-    asked = {"model": {"kind": "convnet"}, "data": data}
-    assert data_here.check_data(prepared(tmp_path, **asked, contract={"slices": '["dogs"]'})) is None
+    tables = {"model": {"kind": "convnet"}, "data": data}
+    assert data_here.check_data(prepare_run(tmp_path, **tables, contract={"slices": '["dogs"]'})) is None
     with pytest.raises(ConfigError, match="no slice 'cows'; it has cats, dogs"):
-        data_here.check_data(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
+        data_here.check_data(prepare_run(tmp_path, **tables, contract={"slices": '["cows"]'}))
 
 
 def test_images_that_do_not_match_convnet_are_refused(tmp_path: Path) -> None:
@@ -114,20 +114,20 @@ def test_images_that_do_not_match_convnet_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no arrays")
     damaged = tmp_path / "damaged.npz"
     np.savez_compressed(damaged, images=np.zeros((50, 8, 8, 3), np.uint8), labels=np.zeros(50, int))
-    whole = damaged.read_bytes()
-    at = whole.index(b"images.npy") + len(b"images.npy") + 20  # behind the extra field, where the data begin
-    damaged.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40 :])
+    content = damaged.read_bytes()
+    offset = content.index(b"images.npy") + len(b"images.npy") + 20  # after the extra field, where the data starts
+    damaged.write_bytes(content[:offset] + b"\xff" * 40 + content[offset + 40 :])
     net = {"kind": "convnet", "convnet.classes": 2}
     with pytest.raises(ConfigError, match=r"pets' and model.convnet: the images have classes 3, not 2"):
-        data_here.check_data(prepared(tmp_path, data={"path": "pets"}, model=net))
+        data_here.check_data(prepare_run(tmp_path, data={"path": "pets"}, model=net))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*grey.npz' .* channels 1, not 3"):
-        data_here.check_data(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
+        data_here.check_data(prepare_run(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
     with pytest.raises(ConfigError, match=r"text.npz': not an .npz file with images"):
-        data_here.check_data(prepared(tmp_path, data={"path": "text.npz"}, model=net))
+        data_here.check_data(prepare_run(tmp_path, data={"path": "text.npz"}, model=net))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*damaged.npz': not an .npz file with images"):
-        data_here.check_data(prepared(tmp_path, data={"validation_path": "damaged.npz"}, model={"kind": "convnet"}))
+        data_here.check_data(prepare_run(tmp_path, data={"validation_path": "damaged.npz"}, model={"kind": "convnet"}))
     assert (
-        data_here.check_data(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1}))
+        data_here.check_data(prepare_run(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1}))
         is None
     )
 
@@ -154,17 +154,17 @@ def test_global_batch_above_dataset_size_is_noted(tables: dict[str, Any], sample
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.py").write_text("a" * 4096)
     shards(tmp_path)
-    note = data_here.check_epoch_size(prepared(tmp_path, **tables, train={"global_batch": 2048}))
+    note = data_here.check_epoch_size(prepare_run(tmp_path, **tables, train={"global_batch": 2048}))
     assert note is not None and note.startswith("train.global_batch = 2048 is more than all samples of data.path")
     assert f", {samples}: each step" in note
     if samples not in ("2", "5"):
-        assert data_here.check_epoch_size(prepared(tmp_path, **tables, train={"global_batch": 32})) is None
+        assert data_here.check_epoch_size(prepare_run(tmp_path, **tables, train={"global_batch": 32})) is None
 
 
 def test_unknown_dataset_size_is_not_noted(tmp_path: Path) -> None:
     (tmp_path / "classes" / "one").mkdir(parents=True)
     tables = {"model": {"kind": "convnet"}, "data": {"path": "classes"}, "train": {"global_batch": 2**20}}
-    assert data_here.check_epoch_size(prepared(tmp_path, **tables)) is None
+    assert data_here.check_epoch_size(prepare_run(tmp_path, **tables)) is None
 
 
 def package(folder: Path, name: str) -> None:
@@ -177,18 +177,18 @@ BOTH: dict[str, Any] = {"model": {"entry": "nets:make"}, "data": {"kind": "custo
 
 def test_data_entry_is_in_snapshot_of_model(tmp_path: Path) -> None:
     package(tmp_path, "sets")
-    alone = {"data": BOTH["data"], "model": {"entry": "installed:make"}}
-    assert prepared(tmp_path, **alone).code == tmp_path / "sets"
+    data_only = {"data": BOTH["data"], "model": {"entry": "installed:make"}}
+    assert prepare_run(tmp_path, **data_only).code == tmp_path / "sets"
     package(tmp_path, "nets")
-    assert prepared(tmp_path, **BOTH).code == tmp_path / "nets"
+    assert prepare_run(tmp_path, **BOTH).code == tmp_path / "nets"
 
 
 def test_packages_in_two_folders_of_one_repository(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     package(tmp_path / "src", "nets")
     package(tmp_path / "work", "sets")
-    # From the folder beside it everything of the root and of src is found too, and not the other way round.
-    assert prepared(tmp_path / "work", **BOTH).code == tmp_path / "work" / "sets"
+    # A snapshot from `work` also finds the packages of the root and of `src`, but not vice versa.
+    assert prepare_run(tmp_path / "work", **BOTH).code == tmp_path / "work" / "sets"
 
 
 def test_packages_in_two_snapshots_are_refused(tmp_path: Path) -> None:
@@ -196,4 +196,4 @@ def test_packages_in_two_snapshots_are_refused(tmp_path: Path) -> None:
     package(tmp_path / "b", "sets")
     (tmp_path / "a" / "run.toml").write_text("")
     with pytest.raises(ConfigError, match=r"cannot contain both: model.entry in .*/a, data.entry in .*/b"):
-        prepared(tmp_path / "b", "../a/run.toml", **BOTH)
+        prepare_run(tmp_path / "b", "../a/run.toml", **BOTH)

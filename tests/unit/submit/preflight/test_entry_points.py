@@ -1,4 +1,4 @@
-"""Modules and functions that a recipe names, looked for before the queue."""
+"""Search for the modules and functions that a recipe names, at submission."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def notes(folder: Path, entry: str, **more: str) -> list[str]:
+def notes(folder: Path, entry: str, **job_env: str) -> list[str]:
     return entry_points.check_entries(
         prepare(
-            SubmitRequest(cwd=folder, assignments=(f"model.entry={entry}",), env=more, job={"cluster": site(folder)})
+            SubmitRequest(cwd=folder, assignments=(f"model.entry={entry}",), env=job_env, job={"cluster": site(folder)})
         )
     )
 
@@ -64,7 +64,7 @@ def test_entry_is_found_without_running_it(entry: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "said", "fix"),
+    ("entry", "message", "fix"),
     [
         ("mine:make", "no module 'mine' in {folder}, and none is installed for ", "next to the recipe"),
         ("package.nets:make", "no module 'package.nets' in {folder}, and none", "next to the recipe"),
@@ -80,10 +80,10 @@ def test_entry_is_found_without_running_it(entry: str, folder: Path) -> None:
         ("loose:make", "{folder}/loose is a folder of modules", "name the module in it"),
     ],
 )
-def test_missing_entry_is_refused_with_search_path(entry: str, said: str, fix: str, folder: Path) -> None:
+def test_missing_entry_is_refused_with_search_path(entry: str, message: str, fix: str, folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         notes(folder, entry)
-    assert caught.value.message.startswith(f"model.entry = {entry!r}: {said.format(folder=folder)}")
+    assert caught.value.message.startswith(f"model.entry = {entry!r}: {message.format(folder=folder)}")
     assert fix in str(caught.value.fix)
 
 
@@ -92,13 +92,13 @@ def test_ignored_entry_is_refused(folder: Path) -> None:
     (folder / ".gitignore").write_text("package/\nnets.py\n")
     with pytest.raises(ConfigError, match=r"git ignores .*/package/net.py, so the snapshot of the code would lack it"):
         notes(folder, "package.net:make")
-    assert notes(folder, "nets:make") == []  # which is taken for itself
+    assert notes(folder, "nets:make") == []  # a single module is copied even if git ignores it
 
 
 def test_data_entry_is_checked(folder: Path) -> None:
-    asked = ("model.entry=nets:Net", "data.kind=custom", "data.entry=sets:make")
+    assignments = ("model.entry=nets:Net", "data.kind=custom", "data.entry=sets:make")
     with pytest.raises(ConfigError, match=r"data.entry = 'sets:make': no module 'sets'"):
-        entry_points.check_entries(prepare(SubmitRequest(cwd=folder, assignments=asked)))
+        entry_points.check_entries(prepare(SubmitRequest(cwd=folder, assignments=assignments)))
 
 
 def test_job_pythonpath_is_searched(folder: Path, tmp_path: Path) -> None:

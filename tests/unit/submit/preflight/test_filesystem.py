@@ -1,4 +1,4 @@
-"""The kind of a filesystem from mountinfo, and what is refused."""
+"""Filesystem types from mountinfo, and folders that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ torn line
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"),
+    ("path", "fstype"),
     [
         ("/home/me/ct", "nfs4"),
         ("/home", "nfs4"),
@@ -33,34 +33,36 @@ torn line
         ("/anything", "overlay"),
     ],
 )
-def test_longest_mount_point_wins(path: str, kind: str) -> None:
-    assert filesystem.find_filesystem_type(Path(path), MOUNTS) == kind
+def test_longest_mount_point_wins(path: str, fstype: str) -> None:
+    assert filesystem.find_filesystem_type(Path(path), MOUNTS) == fstype
 
 
-def of_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+def mock_filesystem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fstype: str) -> None:
     mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"27 1 254:0 / / rw - {kind} dev rw\n")
+    mounts.write_text(f"27 1 254:0 / / rw - {fstype} dev rw\n")
     monkeypatch.setattr(filesystem, "_MOUNTINFO", mounts)
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "overlay"])
-def test_private_filesystems_are_refused_on_slurm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_kind(monkeypatch, tmp_path, kind)
+@pytest.mark.parametrize("fstype", ["tmpfs", "ramfs", "overlay"])
+def test_private_filesystems_are_refused_on_slurm(fstype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mock_filesystem(monkeypatch, tmp_path, fstype)
     with pytest.raises(ConfigError) as e:
         filesystem.check_folder(tmp_path / "new" / "home", "CLUSTERTRAIN_HOME", shared=True)
     assert e.value.exit_code == 78
-    assert kind in str(e.value) and str(tmp_path / "new" / "home") in str(e.value)
+    assert fstype in str(e.value) and str(tmp_path / "new" / "home") in str(e.value)
     assert filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=False) is None
 
 
 def test_local_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_kind(monkeypatch, tmp_path, "ext4")
+    mock_filesystem(monkeypatch, tmp_path, "ext4")
     assert "local disk (ext4)" in (filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=True) or "")
 
 
-@pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.something", "new"])
-def test_network_and_unknown_filesystems_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_kind(monkeypatch, tmp_path, kind)
+@pytest.mark.parametrize(
+    "fstype", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.something", "new"]
+)
+def test_network_and_unknown_filesystems_pass(fstype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mock_filesystem(monkeypatch, tmp_path, fstype)
     assert filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=True) is None
 
 

@@ -1,5 +1,5 @@
-"""What becomes of a count that another machine, or nobody, could make. Interpreters are stood in for by scripts; with
-real ones: tests/ranks/test_custom_model_count.py."""
+"""Model counts that fail or run elsewhere. Shell scripts replace the Python interpreter; see
+tests/ranks/test_custom_model_count.py for real ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import CountMode, SubmitRequest
 from tests.fakes.slurm.fixture import FakeSlurm
 
-OWN = '[model]\nentry = "nets:Net"\n[job]\ncluster = "site"\n[train]\nglobal_batch = 8\n'
+RECIPE = '[model]\nentry = "nets:Net"\n[job]\ncluster = "site"\n[train]\nglobal_batch = 8\n'
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ def folder(tmp_path: Path, fake_slurm: FakeSlurm) -> Path:
     profiles = tmp_path / "config" / "clustertrain" / "clusters"
     profiles.mkdir(parents=True)
     (profiles / "site.toml").write_text(f'python = "{tmp_path / "python"}"\n')
-    (tmp_path / "own.toml").write_text(OWN)
+    (tmp_path / "own.toml").write_text(RECIPE)
     return tmp_path
 
 
-def interpreter(folder: Path, does: str) -> None:
+def write_interpreter(folder: Path, command: str) -> None:
     path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.write_text(f"#!/bin/sh\n{command}\n")
     path.chmod(0o755)
 
 
-def asked(folder: Path, count: CountMode = "yes", **job: int) -> PreparedRun:
+def prepare_run(folder: Path, count: CountMode = "yes", **job: int) -> PreparedRun:
     return prepare(SubmitRequest(target="own.toml", cwd=folder, count_mode=count, job=job))
 
 
@@ -44,42 +44,44 @@ COUNT = (
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("command", "message"),
     [
         ("echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1", "No module named 'torch'"),
         ("exec sleep 60", "no answer in 0.2 s"),
     ],
 )
-def test_failed_count_warns_and_plans(does: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter(folder, does)
+def test_failed_count_warns_and_plans(
+    command: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_interpreter(folder, command)
     monkeypatch.setattr(model_stats, "TIMEOUT_S", 0.2)
-    (warning,) = (w for w in asked(folder).plan.warnings if "could not be counted" in w)
-    assert said in warning and "recipe" not in warning
+    (warning,) = (w for w in prepare_run(folder).plan.warnings if "could not be counted" in w)
+    assert message in warning and "recipe" not in warning
 
 
 def test_missing_interpreter_warns(folder: Path) -> None:
-    assert any("python: command not found" in w for w in asked(folder).plan.warnings)
+    assert any("python: command not found" in w for w in prepare_run(folder).plan.warnings)
 
 
 def test_crashing_code_is_refused(folder: Path) -> None:
-    interpreter(folder, "echo first >&2; echo 'double free or corruption' >&2; kill -ABRT $$")
+    write_interpreter(folder, "echo first >&2; echo 'double free or corruption' >&2; kill -ABRT $$")
     with pytest.raises(ConfigError, match=r"'nets:Net'.*exit code -6: double free") as e:
-        asked(folder)
+        prepare_run(folder)
     assert "--no-count-model" in str(e.value)
 
 
 def test_package_is_imported_as_in_job(folder: Path) -> None:
     (folder / "nets.py").write_text("")
-    interpreter(folder, f"echo \"$PYTHONPATH\" > {folder}/path; echo '{COUNT}'")
-    assert asked(folder).plan.model_stats is not None
+    write_interpreter(folder, f"echo \"$PYTHONPATH\" > {folder}/path; echo '{COUNT}'")
+    assert prepare_run(folder).plan.model_stats is not None
     assert (folder / "path").read_text().strip().split(":")[0] == str(folder)
 
 
 def test_trace_uses_planned_step_unless_model_is_split(folder: Path) -> None:
-    interpreter(folder, f"echo \"$4\" > {folder}/request; echo '{COUNT}'")
-    asked(folder, "trace", gpus=4)
+    write_interpreter(folder, f"echo \"$4\" > {folder}/request; echo '{COUNT}'")
+    prepare_run(folder, "trace", gpus=4)
     assert '"step": {"micro_batch": 2, "precision": "bf16"' in (folder / "request").read_text()
-    plan = asked(folder, "trace", gpus=4, tp=2).plan
+    plan = prepare_run(folder, "trace", gpus=4, tp=2).plan
     assert '"step": null' in (folder / "request").read_text()
     assert any("activations are unknown: a trace covers one process" in w for w in plan.warnings)
 

@@ -12,7 +12,7 @@ from clustertrain.submit.preflight import packages
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "message"),
     [
         ({"optim": {"name": "lion"}}, "optim.name = 'lion': the package pytorch_optimizer"),
         ({"optim": {"name": "adamw8bit"}}, "the package torchao"),
@@ -20,10 +20,10 @@ from clustertrain.submit.preflight import packages
         ({"model": {"kind": "convnet"}, "data": {"path": "digits"}}, "data.path = 'digits': the package sklearn"),
     ],
 )
-def test_missing_package_is_refused(tables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_refused(tables: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
     monkeypatch.setattr(packages, "is_installed", lambda package: False)
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         packages.check_packages(recipe, sys.executable)
     assert "pip install 'clustertrain[" in str(caught.value.fix)
     packages.check_packages(recipe, "/elsewhere/python")

@@ -1,4 +1,4 @@
-"""What submit takes for a script."""
+"""Files that `submit` accepts as scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertrain.submit.request import SubmitRequest
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "looks", "fix"),
+    ("name", "content", "description", "fix"),
     [
         ("conf.yaml", b"lr: 0.1\n", "a YAML file", ".toml"),
         ("conf.json", b"{}\n", "a JSON file", ".toml"),
@@ -30,11 +30,11 @@ from clustertrain.submit.request import SubmitRequest
         ("notes.txt", b"\xff\xfe", "an unknown file type", ".py"),
     ],
 )
-def test_non_python_file_is_refused(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
+def test_non_python_file_is_refused(name: str, content: bytes, description: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError) as e:
         check_target(SubmitRequest(target=name, cwd=tmp_path))
-    assert e.value.message.startswith(f"{name}: {looks}") and fix in (e.value.fix or "")
+    assert e.value.message.startswith(f"{name}: {description}") and fix in (e.value.fix or "")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What submit says of [tracking], before the queue."""
+"""Checks of [tracking] at submission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("spec", "environ", "said"),
+    ("spec", "environ", "expected"),
     [
         (TrackingSpec(trackers=("wandb",)), {}, ["no WANDB_API_KEY"]),
         (TrackingSpec(trackers=("wandb",)), {"WANDB_API_KEY": "k"}, []),
@@ -34,20 +34,20 @@ def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         (TrackingSpec(), {"MLFLOW_TRACKING_URI": "mlruns"}, []),
     ],
 )
-def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], said: list[str]) -> None:
+def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], expected: list[str]) -> None:
     notes = trackers.check_trackers(spec, sys.executable, environ)
-    assert len(notes) == len(said) and all(a in b for a, b in zip(said, notes, strict=True))
+    assert len(notes) == len(expected) and all(a in b for a, b in zip(expected, notes, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "expected"),
     [
         ({"trackers": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "set them in the environment"),
         ({"trackers": ["tensorboard", "tensorboard"]}, "contains a duplicate"),
         ({"trackers": ["neptune"]}, "tracking.trackers"),
     ],
 )
-def test_bad_tracking_table_is_refused(table: dict[str, object], said: str) -> None:
+def test_bad_tracking_table_is_refused(table: dict[str, object], expected: str) -> None:
     with pytest.raises(ConfigError) as e:
         build({"tracking": table}, Recipe, "recipe.toml")
-    assert said in str(e.value) and "hunter2" not in str(e.value)
+    assert expected in str(e.value) and "hunter2" not in str(e.value)

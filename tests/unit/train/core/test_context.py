@@ -171,7 +171,12 @@ def test_context_from_environment(tmp_path: Path) -> None:
     assert (alone.rank, alone.world_size, alone.launched_by_torchrun, alone.layout.strategy) == (0, 1, False, "single")
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "CLUSTERTRAIN_DEVICE": "cpu"}
     distributed = context.context_from_environment(environ=torchrun)
-    assert (distributed.launched_by_torchrun, distributed.layout.strategy, distributed.layout.world_size, distributed.run) == (True, "ddp", 2, None)
+    assert (
+        distributed.launched_by_torchrun,
+        distributed.layout.strategy,
+        distributed.layout.world_size,
+        distributed.run,
+    ) == (True, "ddp", 2, None)
     with pytest.raises(ConfigError, match="WORLD_SIZE = 'two'"):
         context.context_from_environment(environ={**torchrun, "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match=r"plan\.json: the file is missing"):

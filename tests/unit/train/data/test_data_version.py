@@ -27,7 +27,9 @@ def make_loader(dataset: ByteText | BytePairs | list[int]) -> Loader:
 
 
 @pytest.mark.parametrize("dataset_type", [ByteText, BytePairs])
-def test_other_text_of_the_same_length_raises_on_resume(tmp_path: Path, dataset_type: type[ByteText] | type[BytePairs]) -> None:
+def test_other_text_of_the_same_length_raises_on_resume(
+    tmp_path: Path, dataset_type: type[ByteText] | type[BytePairs]
+) -> None:
     file = tmp_path / "text.txt"
     file.write_text("a" * 4000)
     spec = DataSpec(path=str(file), seq_len=16)

@@ -223,7 +223,9 @@ def test_padding_repeats_a_sample_of_the_rank() -> None:
     for position in range(0, 30, 3):
         for one in ranks:
             parts = one.micro_batches_at(position)
-            assert {sample for part in parts for sample, sample_position in part if sample_position < 0} <= {parts[0][0][0]}
+            assert {sample for part in parts for sample, sample_position in part if sample_position < 0} <= {
+                parts[0][0][0]
+            }
     assert [sample_position for part in ranks[1].micro_batches_at(0) for _, sample_position in part][-1] == -1
 
 

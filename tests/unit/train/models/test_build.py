@@ -111,9 +111,14 @@ def test_405b_model_is_built_on_meta() -> None:
 
 
 def test_initial_values_depend_only_on_name_and_seed() -> None:
-    a, b = (build_on_cpu(make_task({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model) for n in ([1], [1, 1]))
+    a, b = (
+        build_on_cpu(make_task({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model)
+        for n in ([1], [1, 1])
+    )
     assert torch.equal(a.blocks[0].conv2.weight, b.blocks[0].conv2.weight)
-    assert not torch.equal(a.blocks[0].conv2.weight, build_on_cpu(make_task(CONVNET).model, seed=4).blocks[0].conv2.weight)
+    assert not torch.equal(
+        a.blocks[0].conv2.weight, build_on_cpu(make_task(CONVNET).model, seed=4).blocks[0].conv2.weight
+    )
 
 
 def test_repeated_layers_of_built_in_models() -> None:

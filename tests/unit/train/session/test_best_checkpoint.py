@@ -37,7 +37,9 @@ class Run:
         self._checkpointer = SessionCheckpointer(context, self._groups, root, 1, RankResultWriter({}), **callbacks)
         self.early_stopping = EarlyStopping()
         self._step = 0
-        self._evaluations = EvaluationSchedule(lambda: {LOSS: losses[self._step]}, every=2, early_stopping=self.early_stopping)
+        self._evaluations = EvaluationSchedule(
+            lambda: {LOSS: losses[self._step]}, every=2, early_stopping=self.early_stopping
+        )
         self._state: dict[str, Any] = {"evaluations": self._evaluations, "note": "of the run"}
         self._checkpointer.open(10**6, every, None, self.early_stopping)
         self.step = self._checkpointer.restore(self._state, seed=1)

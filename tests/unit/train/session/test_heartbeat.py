@@ -57,9 +57,7 @@ def test_second_session_of_attempt_continues_totals(tmp_path: Path) -> None:
             progress.begin_step(step - 1)
             log.append(progress.end_step(step, 0.0, 100, 0.5))
         progress.close()
-        assert (
-            heartbeat.HeartbeatReader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]
-        )  # of this session only
+        assert heartbeat.HeartbeatReader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]  # of this session only
     log.close()
     last = metrics.read_last_row(path)
     assert last is not None and last["sum_tokens"] == 500 and last["sum_data_wait_s"] == pytest.approx(2.5)

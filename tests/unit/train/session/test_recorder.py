@@ -105,7 +105,10 @@ def test_bad_step_names_its_samples(tmp_path: Path) -> None:
     )
     bad_samples = [row.get("bad_samples", "") for row in rows]
     assert bad_samples[0] == bad_samples[4] == ""
-    assert bad_samples[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ") and ".png" in bad_samples[1]
+    assert (
+        bad_samples[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ")
+        and ".png" in bad_samples[1]
+    )
     for i in (2, 3):
         assert bad_samples[i] == harness.data.describe_batch(8 * i) and bad_samples[i].startswith(
             "the global batch, epoch 0: sample "

@@ -93,7 +93,9 @@ def test_code_checksums_only_for_exact_resume_on_rank_0(run: RunDir) -> None:
 def test_merged_differences_name_affected_nodes() -> None:
     python = "python 3.12.1 then, 3.11.9 now"
     ranks_differ = "4 ranks then, 3 now"
-    assert resume_check.merge_differences([("a", [ranks_differ]), ("b", [ranks_differ, python]), ("b", [ranks_differ, python])]) == [
+    assert resume_check.merge_differences(
+        [("a", [ranks_differ]), ("b", [ranks_differ, python]), ("b", [ranks_differ, python])]
+    ) == [
         ranks_differ,
         f"{python} (node b; rank 1, 2)",
     ]

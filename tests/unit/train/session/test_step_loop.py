@@ -82,7 +82,9 @@ class Attempt:
 
             early_stopping = EarlyStopping(patience=self.patience)
             evaluations = (
-                EvaluationSchedule(measure, every=2, early_stopping=early_stopping) if remaining or self.stop_in_evaluation else None
+                EvaluationSchedule(measure, every=2, early_stopping=early_stopping)
+                if remaining or self.stop_in_evaluation
+                else None
             )
             for step in session.steps(TOTAL, state, self.every, 10, evaluations):
                 first_position = data.next_position(data.position) - BATCH

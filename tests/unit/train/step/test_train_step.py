@@ -87,7 +87,12 @@ def test_nonfinite_step_is_skipped_and_reported(session: ct.Session, bad: float)
     before = [p.detach().clone() for p in model.parameters()]
     result = session.train_step((torch.full((2, FEATURES), bad), torch.ones(2, 1)), masked)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert (bool(result.skipped), bool(result.finite), bool(result.clipped), result.overflow) == (True, False, False, False)
+    assert (bool(result.skipped), bool(result.finite), bool(result.clipped), result.overflow) == (
+        True,
+        False,
+        False,
+        False,
+    )
     assert not session.train_step(good, masked).skipped
 
 
@@ -170,7 +175,11 @@ def test_transformed_batch_keeps_sample_positions() -> None:
 def test_padding_of_transformed_batch_is_known() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
     sample_positions = SamplePositions([data]).for_batch(transformed(next(data)))
-    assert sample_positions is not None and [len(p) for p in sample_positions] == [2, 1] and sample_positions[1].tolist() == [-1]
+    assert (
+        sample_positions is not None
+        and [len(p) for p in sample_positions] == [2, 1]
+        and sample_positions[1].tolist() == [-1]
+    )
 
 
 def test_batch_is_matched_to_loader_by_micro_batch_sizes() -> None:

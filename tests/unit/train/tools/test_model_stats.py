@@ -100,8 +100,17 @@ def test_model_is_counted_on_the_meta_device() -> None:
     counted = count("Net")
     layer = 2 * 32 + (32 + 1) * 128 + (128 + 1) * 32
     parameters = 256 * 32 + 3 * layer  # the head shares the embedding's weight
-    assert (counted.parameters, counted.parameter_bytes, counted.trainable) == (parameters, 4 * parameters, parameters - 32)
-    assert (counted.buffers, counted.buffer_bytes, counted.built_on, counted.dtypes) == (1, 10, "meta", {"float32": parameters})
+    assert (counted.parameters, counted.parameter_bytes, counted.trainable) == (
+        parameters,
+        4 * parameters,
+        parameters - 32,
+    )
+    assert (counted.buffers, counted.buffer_bytes, counted.built_on, counted.dtypes) == (
+        1,
+        10,
+        "meta",
+        {"float32": parameters},
+    )
     assert counted.units == tuple(ModuleStats(f"layers.{i}", layer) for i in range(3))
     assert counted.largest == ModuleStats("embed", 256 * 32)
 

@@ -1,4 +1,4 @@
-"""What a command finds around it: Slurm's answers, environment variables, and data that a recipe names."""
+"""The environment of a command: Slurm's answers, environment variables, and data that a recipe names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from clustertrain import fsio
 from tests.fakes.slurm.recorded import read_answer
 from tests.harness.fuzz.inputs.commands import RUN
-from tests.harness.fuzz.inputs.damage import bytes_changed, change
+from tests.harness.fuzz.inputs.damage import byte_changes, change
 from tests.harness.fuzz.inputs.text import arguments, numbers, words
 from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
@@ -26,13 +26,13 @@ ERRORS = (
     b"", b"slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", b"\xff\xfe\n", b"x" * 10_000,
     b"squeue: error: Unexpected message received\n", b"\x1b]52;c;eA==\x07",
 )  # fmt: skip
-# Each of Slurm's files as some version of it printed it.
+# Recorded output of Slurm's commands.
 SITE = {
     "scontrol.config": "config-22.05.8",
     "scontrol.partition": "partition-22.05.8",
     "scontrol.node": "node-22.05.8",
 }
-ASKING = (
+SLURM_CALLS = (
     ("status", RUN), ("status", RUN, "--json"), ("list",), ("top", RUN, "--once"), ("telemetry", RUN), ("logs", RUN),
     ("cluster", "detect", "found", "--dry-run", "--no-measure"), ("submit", "--dry-run", "--backend", "slurm"),
     ("cancel", RUN), ("status", "4711"),
@@ -52,8 +52,8 @@ def _squeue() -> SearchStrategy[bytes]:
         lambda state, nodes, more: "|".join(("4711", state, "1", "10", "20", "N/A", nodes, more, "")),
         st.sampled_from(STATES), st.sampled_from(NODES), words(),
     )  # fmt: skip
-    odd = st.lists(field, max_size=12).map("|".join)
-    return st.lists(line | odd, max_size=4).map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass"))
+    arbitrary = st.lists(field, max_size=12).map("|".join)
+    return st.lists(line | arbitrary, max_size=4).map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass"))
 
 
 def _sacct() -> SearchStrategy[bytes]:
@@ -65,15 +65,18 @@ def _sacct() -> SearchStrategy[bytes]:
 
 
 def answers() -> SearchStrategy[tuple[dict[str, bytes], bytes, int, tuple[str, ...]]]:
-    damaged = {name: st.builds(change, st.just(read_answer(of).encode()), bytes_changed()) for name, of in SITE.items()}
-    of_site = st.fixed_dictionaries({}, optional=damaged)
-    of_jobs = st.fixed_dictionaries({"squeue": _squeue(), "sacct": _sacct()})
-    said = st.builds(lambda a, b: {**a, **b}, of_site, of_jobs)
-    return st.tuples(said, st.sampled_from(ERRORS), st.sampled_from((0, 0, 1, 127)), st.sampled_from(ASKING))
+    damaged = {
+        name: st.builds(change, st.just(read_answer(name_recorded).encode()), byte_changes())
+        for name, name_recorded in SITE.items()
+    }
+    site_output = st.fixed_dictionaries({}, optional=damaged)
+    job_output = st.fixed_dictionaries({"squeue": _squeue(), "sacct": _sacct()})
+    output = st.builds(lambda a, b: {**a, **b}, site_output, job_output)
+    return st.tuples(output, st.sampled_from(ERRORS), st.sampled_from((0, 0, 1, 127)), st.sampled_from(SLURM_CALLS))
 
 
 def play_answers(box: Sandbox, drawn: tuple[dict[str, bytes], bytes, int, tuple[str, ...]]) -> None:
-    said, errors, status, argv = drawn
+    output, errors, status, argv = drawn
     folder = box.home / "runs" / RUN
     shutil.rmtree(folder, ignore_errors=True)
     now = time.time()
@@ -81,13 +84,13 @@ def play_answers(box: Sandbox, drawn: tuple[dict[str, bytes], bytes, int, tuple[
     begin(run, now, ["node01"], steps=20)
     attempt = run.attempt(1)
     fsio.write_json(attempt.record, {"job_id": "4711", "restart": 0, "nodes": ["node01"], "host": "node01", "t": now})
-    box.answer({name: box.arm_bytes(text) for name, text in said.items()}, errors, status)
+    box.answer({name: box.arm_bytes(text) for name, text in output.items()}, errors, status)
     box.call(argv, terminal_safe=argv[0] != "submit")
 
 
 def play_environment(box: Sandbox, drawn: tuple[dict[str, str], tuple[str, ...]]) -> None:
     variables, argv = drawn
-    # A folder that the user names is the user's: the judge allows the site and the home alone.
+    # Users may write to any folder that they name, but the judge allows only the site and the home.
     with mock.patch.dict(os.environ, {name: box.arm(value) for name, value in variables.items()}):
         box.call(argv)
 
@@ -104,13 +107,13 @@ TEXTS = (b"one line\nanother\n", b'{"text": "a document"}\n{"text": "another"}\n
 
 
 def data() -> SearchStrategy[tuple[bytes, bool, list[str]]]:
-    """A text file, and options of `data tokenize`; then the shards are damaged and planned with."""
+    """Draw a text file, whether the shards made from it are damaged, and options of `data tokenize`."""
     options = st.sampled_from((
         [], ["--documents", "jsonl"], ["--documents", "lines"], ["--documents", "jsonl", "--key", "no"],
         ["--dtype", "uint32"], ["--end", "255"], ["--shard-tokens", "1"], ["--pattern", "../*"],
         ["--tokenizer", "no.such:thing"], ["--dtype", "uint8", "--end", "256"],
     ))  # fmt: skip
-    text = st.one_of(st.binary(max_size=200), st.builds(change, st.sampled_from(TEXTS), bytes_changed()))
+    text = st.one_of(st.binary(max_size=200), st.builds(change, st.sampled_from(TEXTS), byte_changes()))
     return st.tuples(text, st.booleans(), options)
 
 
@@ -118,16 +121,16 @@ def play_data(box: Sandbox, drawn: tuple[bytes, bool, list[str]]) -> None:
     text, damaged, options = drawn
     folder = box.fresh("data")
     (folder / "text").write_bytes(text)
-    said = box.call(["data", "tokenize", str(folder / "text"), "--out", str(folder / "shards"), *options])
-    shards = sorted((folder / "shards").glob("*")) if said.code == 0 else []
+    result = box.call(["data", "tokenize", str(folder / "text"), "--out", str(folder / "shards"), *options])
+    shards = sorted((folder / "shards").glob("*")) if result.code == 0 else []
     if damaged and shards:
         path = shards[len(text) % len(shards)]
         path.write_bytes(change(path.read_bytes(), ("cut", len(text)) if len(text) % 2 else ("end", text)))
-    for assigned in (
+    for data_keys in (
         {"kind": "tokens", "path": str(folder / "shards")},
         {"kind": "text", "path": str(folder / "text")},
     ):
-        pairs = [word for key, value in assigned.items() for word in ("--set", f"data.{key}={json.dumps(value)}")]
+        pairs = [word for key, value in data_keys.items() for word in ("--set", f"data.{key}={json.dumps(value)}")]
         box.call(["submit", "--dry-run", "--backend", "local", "--nodes", "1", "--gpus", "1", *pairs])
 
 

@@ -1,4 +1,4 @@
-"""Waiting in the storm's threads, which a Ctrl-C ends at once."""
+"""Waits of the storm's threads, which Ctrl-C interrupts immediately."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 
 
 
 class Turns:
-    """Rounds of several threads at a time, or one alone: what is done to the whole cluster."""
+    """Lock that admits the rounds of several threads, or one exclusive round that affects the whole cluster."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
-        self._shared, self._waiting, self._alone = 0, 0, False
+        self._shared, self._waiting, self._exclusive = 0, 0, False
 
     @contextmanager
-    def take(self, alone: bool) -> Iterator[None]:
+    def take(self, exclusive: bool) -> Iterator[None]:
         with self._free:
-            self._waiting += alone
-            while self._alone or (self._shared if alone else self._waiting):
+            self._waiting += exclusive
+            while self._exclusive or (self._shared if exclusive else self._waiting):
                 self._free.wait(POLL_S)
                 if _stopped.is_set():
                     raise Stopped
-            self._waiting -= alone
-            self._alone, self._shared = alone, self._shared + (not alone)
+            self._waiting -= exclusive
+            self._exclusive, self._shared = exclusive, self._shared + (not exclusive)
         try:
             yield
         finally:
             with self._free:
-                self._alone, self._shared = False, self._shared - (not alone)
+                self._exclusive, self._shared = False, self._shared - (not exclusive)
                 self._free.notify_all()
