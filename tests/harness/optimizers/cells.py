@@ -49,6 +49,6 @@ LAYOUTS: Mapping[str, Layout] = {
 
 # The largest relative deviation of the loss in any step. Muon iterates in bf16, which magnifies the effects of another
 # order of summation. SOAP rotates into eigenvectors, which are arbitrary in the null space of a first gradient of low
-# rank: one process with another order of samples in the batch deviates as much. A separate test checks that, given the same
-# gradients, updates of shards equal those of whole parameters.
+# rank: one process with another order of samples in the batch deviates as much. A separate test checks that updates of
+# shards equal those of whole parameters, given the same gradients.
 LIMITS: Mapping[str, float] = {**dict.fromkeys(CELLS, 2e-6), "muon": 1e-4, "soap": 1e-2}
