@@ -136,7 +136,7 @@ def test_user_model_with_named_inputs_resumes_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kw", "message"),
+    ("layout", "options", "message"),
     [
         (PIPELINE(schedule="1f1b"), {"micro_batch": 16}, "1f1b needs at least as many micro-batches as stages, 2"),
         (PIPELINE(schedule="1f1b"), {"micro_batch": 6}, "must all have one shape"),
