@@ -31,7 +31,7 @@ from clustertrain.run.stop_lead_time import compute_lead_s
 from clustertrain.run.usage import budget
 from clustertrain.scheduler.backend import RUNNING, Backend, JobView
 from clustertrain.scheduler.local import LocalBackend
-from clustertrain.scheduler.requeue_policy import Evidence, Verdict, classify, decide, find_exhausted_budget
+from clustertrain.scheduler.requeue_policy import AttemptOutcome, Evidence, classify, decide, find_exhausted_budget
 from clustertrain.scheduler.slurm import CONTROLLER_COMMAND_TIMEOUT_S, SlurmBackend
 
 POLL_S = 0.2
@@ -120,18 +120,18 @@ class JobController:
             deadline=clock.monotonic() + SCHEDULER_TIMEOUT_S,
         )
         evidence = self._evidence(job_step, requeue_action)
-        verdict = classify(evidence)
-        if verdict is None:
+        outcome = classify(evidence)
+        if outcome is None:
             # Slurm is ending the job, and its accounting has no state yet. The next start or `status` will read it.
             return EXIT_FAILED
-        self._log_ending(verdict, evidence)
-        decision = decide(verdict, attempts.load_budgeted_attempts(self.run), self.spec.job.max_requeues)
+        self._log_ending(outcome, evidence)
+        decision = decide(outcome, attempts.load_budgeted_attempts(self.run), self.spec.job.max_requeues)
         if decision.action in ("requeue", "resubmit") and job_step.requeue_options:
             decision = replace(decision, action="resubmit", options=job_step.requeue_options)
         if job_step.late_request:
             self._answer_request(None if decision.action in ("requeue", "resubmit") else decision.reason)
-        print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
-        return requeue_action.execute(decision, verdict)
+        print(f"clustertrain: attempt {self.attempt.n} {outcome.ending}: {outcome.reason}", flush=True)
+        return requeue_action.execute(decision, outcome)
 
     def stop_if_budget_spent(self) -> int | None:
         """Record the end of the run and return the exit code if earlier attempts spent a budget; otherwise return None.
@@ -408,13 +408,13 @@ class JobController:
             nodes_without_agent=frozenset(self._nodes_without_agent(results)),
         )
 
-    def _log_ending(self, verdict: Verdict, evidence: Evidence) -> None:
+    def _log_ending(self, outcome: AttemptOutcome, evidence: Evidence) -> None:
         results = evidence.results.values()
         steps = [r.step for r in results if r.step is not None]
         self.log.write(
             "ended",
-            ending=verdict.ending,
-            reason=verdict.reason,
+            ending=outcome.ending,
+            reason=outcome.reason,
             last_step=max(steps, default=None),
             job_id=self.job_id,
             step_exit_code=evidence.step_exit_code,

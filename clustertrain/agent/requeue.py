@@ -13,7 +13,7 @@ from clustertrain.run import attempts, endings
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import RUNNING, Backend, JobView, Submission
-from clustertrain.scheduler.requeue_policy import Decision, Verdict
+from clustertrain.scheduler.requeue_policy import AttemptOutcome, Decision
 
 POLL_S = 0.2
 EXIT_TIMEOUT_S = 60.0  # for Slurm to end this process after a requeue
@@ -37,13 +37,13 @@ class RequeueAction:
     deadline: float
     """Monotonic time (s) until which a scheduler that does not answer is queried again."""
 
-    def execute(self, decision: Decision, verdict: Verdict) -> int:
+    def execute(self, decision: Decision, outcome: AttemptOutcome) -> int:
         """Carry out ``decision`` and return the exit code of the batch process."""
         if decision.action == "stop":
             return self._stop_run(decision.reason, decision.exit_code)
         if decision.action == "finish":
             return decision.exit_code
-        # Check again: the owner may have cancelled the run since the verdict.
+        # Check again: the owner may have cancelled the run since the outcome.
         view = self.query_job()
         if self.run.cancel_marker.exists():
             return self._stop_run(CANCELLED_REASON, EXIT_NO_REQUEUE)
@@ -51,7 +51,7 @@ class RequeueAction:
             self.log.write("requeued", method="slurm", job_id=self.job_id, options=dict(decision.options))
             return EXIT_STOPPED
         is_ending = view is not None and view.state != RUNNING and view.preempt_time is None
-        if is_ending and verdict.ending != endings.TIME_LIMIT:
+        if is_ending and outcome.ending != endings.TIME_LIMIT:
             return self._stop_run("the scheduler is ending the job: too late for a requeue", EXIT_NO_REQUEUE)
         if decision.action == "resubmit" or is_ending:
             # A job at its time limit cannot be requeued, and a lost node would keep it in COMPLETING.

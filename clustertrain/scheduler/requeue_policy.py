@@ -55,7 +55,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AttemptOutcome:
     """The ending of an attempt, with its reason."""
 
     ending: endings.Ending
@@ -78,31 +78,31 @@ class Decision:
     """sbatch options of the owner's request."""
 
 
-def classify(e: Evidence) -> Verdict | None:
+def classify(e: Evidence) -> AttemptOutcome | None:
     """Return how the attempt ended, or None if only the scheduler will know, because it is ending the job."""
     node_endings = {r.ending for r in e.results.values()}
     missing = tuple(n for n in e.nodes if n not in e.results)
     if not missing and node_endings == {"completed"}:
-        return Verdict(endings.COMPLETED, _rank_reason(e) or "all ranks completed")
+        return AttemptOutcome(endings.COMPLETED, _rank_reason(e) or "all ranks completed")
     if e.cancelled:
-        return Verdict(endings.CANCELLED, "cancelled by its owner")
+        return AttemptOutcome(endings.CANCELLED, "cancelled by its owner")
     if e.view is not None and e.view.state != RUNNING and e.view.preempt_time is None:
         return _classify_external_end(e)
     if not missing and "failed" not in node_endings:
         is_budget_spent = any(r.budget_spent for r in e.results.values())
         return (
-            Verdict(endings.BUDGET_SPENT, _rank_reason(e) or "the budget is spent")
+            AttemptOutcome(endings.BUDGET_SPENT, _rank_reason(e) or "the budget is spent")
             if is_budget_spent
             else _with_rank_reason(_classify_stop(e), e)
         )
-    stop_verdict = _classify_stop(e) if e.stop_requested_at is not None or e.out_of_time else None
+    stop_outcome = _classify_stop(e) if e.stop_requested_at is not None or e.out_of_time else None
     if (
-        stop_verdict is not None
-        and stop_verdict.ending not in (endings.UNKNOWN, endings.SIGNAL)
+        stop_outcome is not None
+        and stop_outcome.ending not in (endings.UNKNOWN, endings.SIGNAL)
         and not _is_environment_failure(e)
     ):
         # Neither the run nor a node is to blame for failures during a shutdown.
-        return Verdict(stop_verdict.ending, f"{stop_verdict.reason}; not all ranks ended cleanly")
+        return AttemptOutcome(stop_outcome.ending, f"{stop_outcome.reason}; not all ranks ended cleanly")
     return _classify_failure(e, missing)
 
 
@@ -111,42 +111,42 @@ def _rank_reason(e: Evidence) -> str:
     return next((r.reason for r in e.results.values() if r.reason), "")
 
 
-def _with_rank_reason(verdict: Verdict, e: Evidence) -> Verdict:
+def _with_rank_reason(outcome: AttemptOutcome, e: Evidence) -> AttemptOutcome:
     """Add the reason of the ranks, if any: without a stop request it is the whole reason."""
     reason = _rank_reason(e)
     if not reason:
-        return verdict
-    return replace(verdict, reason=f"{verdict.reason}; {reason}" if e.stop_requested_at is not None else reason)
+        return outcome
+    return replace(outcome, reason=f"{outcome.reason}; {reason}" if e.stop_requested_at is not None else reason)
 
 
 def _is_environment_failure(e: Evidence) -> bool:
     return any(r.kind == "environment" for r in e.results.values())
 
 
-def _classify_external_end(e: Evidence) -> Verdict | None:
+def _classify_external_end(e: Evidence) -> AttemptOutcome | None:
     """Classify a job that the scheduler ends (scancel, time limit, lost node) or that was requeued externally."""
     ending, view = endings.from_scheduler_state(e.accounting_state), e.view
     if ending == endings.CANCELLED:
-        return Verdict(ending, "cancelled with the scheduler's own command")
+        return AttemptOutcome(ending, "cancelled with the scheduler's own command")
     if view is not None and view.restarts > e.restart_count:
         if ending in (endings.NODE_FAILURE, endings.PREEMPTED) and e.accounting_state != "REQUEUED":
-            return Verdict(ending, f"the scheduler requeued the job itself: {e.accounting_state}")
-        return Verdict(endings.PREEMPTED, "requeued with the scheduler's own command (scontrol requeue)")
+            return AttemptOutcome(ending, f"the scheduler requeued the job itself: {e.accounting_state}")
+        return AttemptOutcome(endings.PREEMPTED, "requeued with the scheduler's own command (scontrol requeue)")
     at_limit = view is not None and view.reason == "TimeLimit"
     if (
         ending == endings.TIME_LIMIT
         or at_limit
         or (e.end_time is not None and e.now >= e.end_time - TIME_LIMIT_MARGIN_S)
     ):
-        return Verdict(endings.TIME_LIMIT, "the time limit was reached")
+        return AttemptOutcome(endings.TIME_LIMIT, "the time limit was reached")
     return None
 
 
-def _classify_stop(e: Evidence) -> Verdict:
+def _classify_stop(e: Evidence) -> AttemptOutcome:
     if e.requeue_requested:
-        return Verdict(endings.PREEMPTED, "stopped for a requeue by its owner")
+        return AttemptOutcome(endings.PREEMPTED, "stopped for a requeue by its owner")
     if e.view is not None and e.view.preempt_time is not None:
-        return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
+        return AttemptOutcome(endings.PREEMPTED, "the scheduler preempted the job")
     requested_at = e.stop_requested_at or e.now
     if e.out_of_time:
         blocker = (
@@ -154,19 +154,21 @@ def _classify_stop(e: Evidence) -> Verdict:
             if any(n not in e.results for n in e.nodes)
             else "the agents were still writing"
         )
-        return Verdict(endings.TIME_LIMIT, f"{blocker} close to the time limit and were killed")
+        return AttemptOutcome(endings.TIME_LIMIT, f"{blocker} close to the time limit and were killed")
     if e.end_time is not None and (
         "deadline" in e.stop_sources or requested_at >= e.end_time - e.lead_s - TIME_LIMIT_MARGIN_S
     ):
-        return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - requested_at):.0f} s before the time limit")
+        return AttemptOutcome(
+            endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - requested_at):.0f} s before the time limit"
+        )
     source = ", ".join(e.stop_sources) or "an unknown source"
     if e.view is None:
-        return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler did not answer why")
+        return AttemptOutcome(endings.UNKNOWN, f"stopped on request of {source}; the scheduler did not answer why")
     signals = [s.removeprefix("signal:") for s in e.stop_sources if s.startswith("signal:")]
     if signals:
         reason = f"stopped by {' and '.join(signals)} sent by hand (scancel --signal, kill)"
-        return Verdict(endings.SIGNAL, f"{reason}: the scheduler neither preempts nor ends the job")
-    return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
+        return AttemptOutcome(endings.SIGNAL, f"{reason}: the scheduler neither preempts nor ends the job")
+    return AttemptOutcome(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 
 STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"})
@@ -177,7 +179,7 @@ _ENDING_BY_KIND: dict[FailureKind, endings.Ending] = {
 }
 
 
-def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
+def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> AttemptOutcome:
     failed = [r for r in e.results.values() if r.ending == "failed"]
     decisive: tuple[FailureKind, ...] = ("environment", *_ENDING_BY_KIND)
     for kind in decisive:
@@ -185,43 +187,45 @@ def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         if culprit is not None:
             ending = _ENDING_BY_KIND.get(kind, endings.USER_ERROR)
             fatal = EXIT_CONFIG if kind == "environment" else None
-            return Verdict(ending, str(culprit.message), fatal_exit_code=fatal)
+            return AttemptOutcome(ending, str(culprit.message), fatal_exit_code=fatal)
     if missing and e.step_exit_code == EXIT_CONFIG:
         # An agent that cannot see the run folder cannot write a result; its message is in job.log.
         names = ", ".join(missing)
-        return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
+        return AttemptOutcome(endings.USER_ERROR, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
     killed_by = _signal_name(e.step_exit_code) if e.view is not None else ""
     if missing and killed_by:
         # The scheduler still has all nodes, and the launcher could wait for the agent's process.
         reason = f"the agent on {', '.join(missing)} was killed by {killed_by}, and its ranks with it"
         if e.view is not None and e.view.preempt_time is not None:
-            return Verdict(endings.PREEMPTED, f"the scheduler preempted the job; {reason}")
+            return AttemptOutcome(endings.PREEMPTED, f"the scheduler preempted the job; {reason}")
         # An agent that is still starting has no handlers yet.
-        return Verdict(endings.SIGNAL if killed_by in STOP_SIGNALS else endings.UNKNOWN, reason)
+        return AttemptOutcome(endings.SIGNAL if killed_by in STOP_SIGNALS else endings.UNKNOWN, reason)
     if missing and not e.results:
-        return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit_code}): see job.log")
+        return AttemptOutcome(
+            endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit_code}): see job.log"
+        )
     if missing:
         return _classify_missing_results(e, missing)
     # Before the unexplained kinds: a rank that hung is killed in the end, and leaves no record.
     hung = next((r for r in failed if r.kind == "hang"), None)
     if hung is not None:
-        return Verdict(endings.HANG, hang_analysis.describe_hang({n: r.ranks for n, r in e.results.items()}))
+        return AttemptOutcome(endings.HANG, hang_analysis.describe_hang({n: r.ranks for n, r in e.results.items()}))
     # These kinds explain the broken collectives of other ranks, but have no known cause themselves.
     unexplained = next((r for r in failed if r.kind in UNEXPLAINED_KINDS), None)
     if unexplained is not None:
-        return Verdict(endings.UNKNOWN, str(unexplained.message))
+        return AttemptOutcome(endings.UNKNOWN, str(unexplained.message))
     communication = next((r for r in failed if r.kind == "communication"), None)
     if communication is not None:
-        return Verdict(endings.COMMUNICATION, str(communication.message))
-    return Verdict(endings.UNKNOWN, str(failed[0].message) if failed else "some ranks stopped, some completed")
+        return AttemptOutcome(endings.COMMUNICATION, str(communication.message))
+    return AttemptOutcome(endings.UNKNOWN, str(failed[0].message) if failed else "some ranks stopped, some completed")
 
 
-def _classify_missing_results(e: Evidence, missing: tuple[str, ...]) -> Verdict:
+def _classify_missing_results(e: Evidence, missing: tuple[str, ...]) -> AttemptOutcome:
     lost_nodes = tuple(n for n in missing if n not in e.nodes_without_agent)
     if lost_nodes:
-        return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(lost_nodes)}", blamed_nodes=lost_nodes)
+        return AttemptOutcome(endings.NODE_FAILURE, f"no result from {', '.join(lost_nodes)}", blamed_nodes=lost_nodes)
     # For example a full disk: the node is not at fault.
-    return Verdict(endings.UNKNOWN, f"the agent on {', '.join(missing)} ended without a result: see job.log")
+    return AttemptOutcome(endings.UNKNOWN, f"the agent on {', '.join(missing)} ended without a result: see job.log")
 
 
 def _signal_name(exit_code: int) -> str:
@@ -232,24 +236,24 @@ def _signal_name(exit_code: int) -> str:
         return ""
 
 
-def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> Decision:
-    """Return what to do after ``verdict``. ``history`` holds all attempts, with the one that just ended as the last."""
-    if verdict.ending == endings.COMPLETED:
-        return Decision("finish", verdict.reason, EXIT_SUCCESS)
-    if verdict.fatal_exit_code is not None:
-        return Decision("stop", f"{verdict.reason}; a requeue would fail the same way", verdict.fatal_exit_code)
-    if verdict.ending in (endings.CANCELLED, endings.BUDGET_SPENT):
-        return Decision("stop", verdict.reason, EXIT_NO_REQUEUE)
-    if verdict.ending == endings.USER_ERROR:
-        return Decision("stop", verdict.reason, EXIT_FAILED)
-    stop_reason = find_exhausted_budget(verdict.ending, history, max_requeues)
+def decide(outcome: AttemptOutcome, history: Sequence[Attempt], max_requeues: int) -> Decision:
+    """Return what to do after ``outcome``. ``history`` holds all attempts, with the one that just ended as the last."""
+    if outcome.ending == endings.COMPLETED:
+        return Decision("finish", outcome.reason, EXIT_SUCCESS)
+    if outcome.fatal_exit_code is not None:
+        return Decision("stop", f"{outcome.reason}; a requeue would fail the same way", outcome.fatal_exit_code)
+    if outcome.ending in (endings.CANCELLED, endings.BUDGET_SPENT):
+        return Decision("stop", outcome.reason, EXIT_NO_REQUEUE)
+    if outcome.ending == endings.USER_ERROR:
+        return Decision("stop", outcome.reason, EXIT_FAILED)
+    stop_reason = find_exhausted_budget(outcome.ending, history, max_requeues)
     if stop_reason is not None:
         return Decision("stop", stop_reason, EXIT_NO_REQUEUE)
-    if verdict.blamed_nodes:
+    if outcome.blamed_nodes:
         return Decision(
-            "resubmit", f"without {', '.join(verdict.blamed_nodes)}", EXIT_STOPPED, exclude=verdict.blamed_nodes
+            "resubmit", f"without {', '.join(outcome.blamed_nodes)}", EXIT_STOPPED, exclude=outcome.blamed_nodes
         )
-    return Decision("requeue", verdict.reason, EXIT_STOPPED)
+    return Decision("requeue", outcome.reason, EXIT_STOPPED)
 
 
 def _is_script_stop(attempt: Attempt) -> bool:

@@ -18,7 +18,7 @@ from clustertrain.run import attempts, endings, events, run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import JobView, Submission
-from clustertrain.scheduler.requeue_policy import Decision, Verdict
+from clustertrain.scheduler.requeue_policy import AttemptOutcome, Decision
 
 
 @dataclass
@@ -78,7 +78,7 @@ def requeue_after(
     try:
         deadline = clock.monotonic() + (60.0 if patient else 0.0)
         action = RequeueAction(run, scheduler, "7", spec, log, signals, restart_count=0, deadline=deadline)  # type: ignore[arg-type]
-        return action.execute(decision, Verdict(ending, "…"))
+        return action.execute(decision, AttemptOutcome(ending, "…"))
     finally:
         log.close()
 
@@ -169,7 +169,7 @@ def test_job_that_is_being_cancelled_is_not_requeued(run: RunDir, signals: Signa
     assert attempts.load_attempts(run)[0].stopped
 
 
-def test_cancellation_after_the_verdict_prevents_the_requeue(run: RunDir, signals: Signals) -> None:
+def test_cancellation_after_classification_prevents_the_requeue(run: RunDir, signals: Signals) -> None:
     fsio.write_json(run.cancel_marker, {})
     scheduler = FakeScheduler()
     assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93

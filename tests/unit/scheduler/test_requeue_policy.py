@@ -12,7 +12,7 @@ from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.results import FailureKind, LastSeen, NodeResult, RankEnding, RankOutcome
 from clustertrain.scheduler.backend import JobView
-from clustertrain.scheduler.requeue_policy import Evidence, Verdict, classify, decide
+from clustertrain.scheduler.requeue_policy import AttemptOutcome, Evidence, classify, decide
 
 NODES = ("n1", "n2")
 RUNNING = JobView("7", "RUNNING")
@@ -124,57 +124,57 @@ COMPLETED = {n: make_result("completed") for n in NODES}
     ],
 )
 def test_ending_follows_from_the_evidence(evidence: Evidence, ending: str) -> None:
-    verdict = classify(evidence)
-    assert verdict is not None
-    assert verdict.ending == ending
+    outcome = classify(evidence)
+    assert outcome is not None
+    assert outcome.ending == ending
 
 
-def test_no_verdict_while_slurm_ends_a_job_without_a_reason() -> None:
+def test_no_outcome_while_slurm_ends_a_job_without_a_reason() -> None:
     assert (
         classify(make_evidence({"n1": make_result("failed", "communication")}, view=JobView("7", "COMPLETING"))) is None
     )
 
 
 def test_scontrol_requeue_is_named_in_the_reason() -> None:
-    verdict = classify(make_evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"))
-    assert verdict is not None and "scontrol requeue" in verdict.reason
+    outcome = classify(make_evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"))
+    assert outcome is not None and "scontrol requeue" in outcome.reason
 
 
 def test_node_whose_agent_ended_without_a_result_is_not_blamed() -> None:
     ended = make_evidence(
         {"n1": make_result("failed", kind="communication")}, step_exit_code=1, nodes_without_agent=frozenset({"n2"})
     )
-    verdict = classify(ended)
-    assert verdict is not None
-    assert (verdict.ending, verdict.blamed_nodes) == (endings.UNKNOWN, ())
-    assert verdict.reason == "the agent on n2 ended without a result: see job.log"
+    outcome = classify(ended)
+    assert outcome is not None
+    assert (outcome.ending, outcome.blamed_nodes) == (endings.UNKNOWN, ())
+    assert outcome.reason == "the agent on n2 ended without a result: see job.log"
 
 
 def test_lost_node_is_blamed_and_excluded() -> None:
-    verdict = classify(make_evidence({"n1": make_result("failed", "communication")}))
-    assert verdict is not None
-    decision = decide(verdict, [attempt(1, endings.NODE_FAILURE)], 50)
+    outcome = classify(make_evidence({"n1": make_result("failed", "communication")}))
+    assert outcome is not None
+    decision = decide(outcome, [attempt(1, endings.NODE_FAILURE)], 50)
     assert (decision.action, decision.exclude) == ("resubmit", ("n2",))
 
 
 def test_killed_agent_does_not_blame_its_node() -> None:
-    verdict = classify(make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=137))
-    assert verdict is not None
-    assert (verdict.ending, verdict.blamed_nodes) == (endings.UNKNOWN, ())
-    assert verdict.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
+    outcome = classify(make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=137))
+    assert outcome is not None
+    assert (outcome.ending, outcome.blamed_nodes) == (endings.UNKNOWN, ())
+    assert outcome.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
 
 
 @pytest.mark.parametrize(("view", "ending"), [(RUNNING, endings.SIGNAL), (PREEMPTED, endings.PREEMPTED)])
 def test_agent_that_gets_a_signal_while_starting(view: JobView, ending: str) -> None:
     # scancel -s TERM, or the warning of a preemption, before Python has installed the handlers.
-    verdict = classify(make_evidence({}, view=view, step_exit_code=143, nodes_without_agent=frozenset(NODES)))
-    assert verdict is not None and verdict.ending == ending and "SIGTERM" in verdict.reason
+    outcome = classify(make_evidence({}, view=view, step_exit_code=143, nodes_without_agent=frozenset(NODES)))
+    assert outcome is not None and outcome.ending == ending and "SIGTERM" in outcome.reason
 
 
 def test_agents_that_are_ended_after_their_ranks() -> None:
-    verdict = classify(make_evidence(STOPPED, view=None, stop_requested_at=985.0, end_time=1010.0, out_of_time=True))
-    assert verdict is not None and verdict.ending == endings.TIME_LIMIT
-    assert verdict.reason.startswith("the agents were still writing")
+    outcome = classify(make_evidence(STOPPED, view=None, stop_requested_at=985.0, end_time=1010.0, out_of_time=True))
+    assert outcome is not None and outcome.ending == endings.TIME_LIMIT
+    assert outcome.reason.startswith("the agents were still writing")
     unknown_to_slurm = classify(
         make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=137, view=None)
     )
@@ -188,9 +188,9 @@ def test_reason_of_a_hang_combines_all_nodes() -> None:
         "n1": structs.replace(make_result("failed", "hang", "rank 0 on n1: timed out"), ranks=(waited,)),
         "n2": structs.replace(make_result("failed", "killed"), ranks=(silent,)),
     }
-    verdict = classify(make_evidence(results))
-    assert verdict is not None and verdict.ending == endings.HANG
-    assert verdict.reason == (
+    outcome = classify(make_evidence(results))
+    assert outcome is not None and outcome.ending == endings.HANG
+    assert outcome.reason == (
         "rank 0 waited in a collective until it timed out, at step 17; rank 1 did not reach it: "
         "last seen on n2, in step 16, phase train, see logs/rank-1.log"
     )
@@ -198,33 +198,33 @@ def test_reason_of_a_hang_combines_all_nodes() -> None:
 
 def test_script_that_exits_with_75_is_requeued() -> None:
     why = "the script ended with exit code 75, which requests another attempt"
-    verdict = classify(make_evidence({n: structs.replace(make_result("stopped"), reason=why) for n in NODES}))
-    assert verdict == Verdict(endings.UNKNOWN, why)
-    assert action(verdict.ending, [attempt(1, verdict.ending)]) == "requeue"
+    outcome = classify(make_evidence({n: structs.replace(make_result("stopped"), reason=why) for n in NODES}))
+    assert outcome == AttemptOutcome(endings.UNKNOWN, why)
+    assert action(outcome.ending, [attempt(1, outcome.ending)]) == "requeue"
 
 
 def test_script_that_heeds_the_early_warning_ends_by_time_limit() -> None:
-    verdict = classify(make_evidence(STOPPED, end_time=1300.0, stop_requested_at=1000.0, stop_sources=("deadline",)))
-    assert verdict is not None and verdict.ending == endings.TIME_LIMIT
+    outcome = classify(make_evidence(STOPPED, end_time=1300.0, stop_requested_at=1000.0, stop_sources=("deadline",)))
+    assert outcome is not None and outcome.ending == endings.TIME_LIMIT
 
 
 def test_bad_environment_is_not_requeued_and_exits_with_78() -> None:
-    verdict = classify(make_evidence({n: make_result("failed", "environment") for n in NODES}))
-    assert verdict is not None
-    decision = decide(verdict, [attempt(1, verdict.ending)], 50)
+    outcome = classify(make_evidence({n: make_result("failed", "environment") for n in NODES}))
+    assert outcome is not None
+    decision = decide(outcome, [attempt(1, outcome.ending)], 50)
     assert (decision.action, decision.exit_code) == ("stop", 78)
 
 
 def test_run_folder_invisible_to_all_agents_exits_with_78() -> None:
-    verdict = classify(make_evidence({}, step_exit_code=78))
-    assert verdict is not None
-    assert decide(verdict, [attempt(1, verdict.ending)], 50).exit_code == 78
+    outcome = classify(make_evidence({}, step_exit_code=78))
+    assert outcome is not None
+    assert decide(outcome, [attempt(1, outcome.ending)], 50).exit_code == 78
 
 
 def test_run_folder_invisible_to_one_agent_exits_with_78() -> None:
-    verdict = classify(make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=78))
-    assert verdict is not None
-    decision = decide(verdict, [attempt(1, verdict.ending)], 50)
+    outcome = classify(make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=78))
+    assert outcome is not None
+    decision = decide(outcome, [attempt(1, outcome.ending)], 50)
     assert (decision.action, decision.exit_code) == ("stop", 78)
     assert "n2" in decision.reason
 
@@ -252,7 +252,7 @@ def attempt(n: int, ending: str | None, **changes: Any) -> Attempt:
 
 
 def action(ending: endings.Ending, history: list[Attempt], max_requeues: int = 50) -> str:
-    return decide(Verdict(ending, "…"), history, max_requeues).action
+    return decide(AttemptOutcome(ending, "…"), history, max_requeues).action
 
 
 def test_user_error_is_never_requeued() -> None:
@@ -295,7 +295,7 @@ def test_time_limits_of_a_script_that_ends_itself_use_no_budget() -> None:
 
 def test_attempts_without_progress_stop_the_run() -> None:
     names = [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG] * 2
-    decision = decide(Verdict(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)
+    decision = decide(AttemptOutcome(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)
     assert decision.action == "stop"
     assert decision.exit_code == 93
     assert "no progress" in decision.reason
@@ -317,12 +317,12 @@ SPENT = {
 
 
 def test_spent_gpu_budget_is_not_requeued() -> None:
-    verdict = classify(make_evidence(SPENT))
-    assert verdict == Verdict(endings.BUDGET_SPENT, "the budget is spent: 10 of gpu_hours = 10")
-    decision = decide(verdict, [], 50)
-    assert (decision.action, decision.exit_code, decision.reason) == ("stop", 93, verdict.reason)
+    outcome = classify(make_evidence(SPENT))
+    assert outcome == AttemptOutcome(endings.BUDGET_SPENT, "the budget is spent: 10 of gpu_hours = 10")
+    decision = decide(outcome, [], 50)
+    assert (decision.action, decision.exit_code, decision.reason) == ("stop", 93, outcome.reason)
 
 
 def test_early_stop_keeps_its_reason() -> None:
     early = {n: structs.replace(make_result("completed"), reason="early stop: no better") for n in NODES}
-    assert classify(make_evidence(early)) == Verdict(endings.COMPLETED, "early stop: no better")
+    assert classify(make_evidence(early)) == AttemptOutcome(endings.COMPLETED, "early stop: no better")
