@@ -43,7 +43,7 @@ class RequeueAction:
             return self._stop_run(decision.reason, decision.exit_code)
         if decision.action == "finish":
             return decision.exit_code
-        # Check again: the owner may have cancelled the run since the outcome.
+        # Check again: the owner may have cancelled the run since then.
         view = self.query_job()
         if self.run.cancel_marker.exists():
             return self._stop_run(CANCELLED_REASON, EXIT_NO_REQUEUE)
