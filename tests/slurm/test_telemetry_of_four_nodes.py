@@ -79,7 +79,7 @@ def env_with_loads(env: dict[str, str], tmp_path: Path) -> Iterator[dict[str, st
 def test_report_names_the_three_faults_only(
     env_with_loads: dict[str, str], submit_run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    recipe = runs.write_recipe(tmp_path, steps=200, more="\n[telemetry]\nflush_s = 2\n")
+    recipe = runs.write_recipe(tmp_path, steps=300, paced=False, more="\n[telemetry]\nflush_s = 2\n")
     run = submit_run("--nodes", "4", "--gpus", "2", "--layout", "ddp", str(recipe))
     run.complete()
     report: dict[str, Any] = json.loads(run.call("telemetry", run.id, "--json").stdout)
@@ -93,4 +93,4 @@ def test_report_names_the_three_faults_only(
     assert report["coverage"] > 0.8
     assert {g["ranks"][0] for g in report["gpus"]} == set(range(8))
     assert all("train" in g["phases"] for g in report["gpus"])
-    assert report["training"]["steps"] == 200
+    assert report["training"]["steps"] == 300
