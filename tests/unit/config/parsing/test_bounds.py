@@ -21,7 +21,7 @@ from clustertrain.config.parsing.toml_parser import MAX_DEPTH
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, UsageError
 
-# Bounded by the checks of their own tables.
+# Bounded by the checks of their tables; those in the second set only by the 64 bits of TOML.
 BOUNDED_BY_TABLE = {
     "model.dropout", "data.validation", "data.augment.color", "data.augment.mixup", "optim.betas", "optim.momentum",
     "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature",
