@@ -65,9 +65,10 @@ def rank_processes(run: Run) -> list[psutil.Process]:
 
 
 def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    recipe = runs.write_recipe(tmp_path, steps=4)
     before = os.umask(0o077)
     try:
-        run = submitted(*ONE_RANK, "--share", str(runs.write_recipe(tmp_path, steps=4)))
+        run = submitted(*ONE_RANK, "--share", str(recipe))
     finally:
         os.umask(before)
     run.complete()
