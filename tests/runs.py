@@ -14,11 +14,13 @@ from typing import Any
 from unittest import mock
 
 from clustertrain import clock
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli.jobs import status_json
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.run_status import run_status
 
-POLL_S = 0.4
+POLL_S = 0.6
+FINAL_STATES = ("completed", "failed", "cancelled")
 # Background jobs of a shell ignore SIGINT, and the test run may be one of them.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 CLI = [sys.executable, "-m", "clustertrain"]
@@ -81,10 +83,15 @@ class Run:
             return status_json(run_status(RunDir(self.path)))
 
     def endings(self) -> list[str]:
-        return [a["state"] for a in self.status()["attempts"]]
+        return [a["state"] for a in self.poll_status()["attempts"]]
 
     def digest(self) -> str:
-        return self.call("checkpoint", "digest", self.id).stdout.strip()
+        return inspect.digest(inspect.find_checkpoint(self.path / "checkpoints", None))
+
+    def cancel_if_active(self) -> None:
+        """Cancel the run for the end of a test, without a process for a run that has ended."""
+        if self.poll_status()["state"] not in FINAL_STATES:
+            self.call("cancel", self.id, check=False)
 
     def explain(self) -> str:
         """Return what a failing test should show: the status and the logs."""
@@ -119,7 +126,7 @@ class Run:
         return any(a["n"] == attempt and (a["last_step"] or 0) >= step for a in status["attempts"])
 
     def wait_until_final(self, timeout_s: float = 300.0) -> dict[str, Any]:
-        return self.wait_for(lambda s: s["state"] in ("completed", "failed", "cancelled"), "the end", timeout_s)
+        return self.wait_for(lambda s: s["state"] in FINAL_STATES, "the end", timeout_s)
 
     def complete(self, timeout_s: float = 300.0) -> dict[str, Any]:
         last = self.wait_until_final(timeout_s)

@@ -113,7 +113,7 @@ def test_agent_observes_all_phases_of_both_ranks(tmp_path: Path) -> None:
         assert ledger.evaluation_s > 0 and ledger.checkpoint_stall_s > 0 and ledger.productive_s > 0
         assert ledger.lost_s == ledger.repeated_s == 0.0
     finally:
-        run.call("cancel", run.id, check=False)
+        run.cancel_if_active()
         run.wait_until_final()
 
 

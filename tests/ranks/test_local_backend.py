@@ -44,7 +44,7 @@ def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
 
     yield submit
     for run in submitted_runs:
-        run.call("cancel", run.id, check=False)
+        run.cancel_if_active()
         run.wait_until_final()
 
 

@@ -237,7 +237,7 @@ with ct.session({1}) as session:
         ("import clustertrain as ct\nwith ct.session(device='tpu'): pass", "environment", 78, "must be cpu or cuda"),
         ("raise MemoryError", "out_of_memory", 1, ""),
         (TWO_LOOPS.format(4, ""), "user_error", 1, "an earlier loop ends at step 4"),
-        (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "begin at step 0, and 4 steps of the run are"),
+        (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "start at step 0, but 4 steps of the run are"),
     ],
     ids=["import", "sys.exit", "device", "memory", "second loop", "second loop elsewhere"],
 )

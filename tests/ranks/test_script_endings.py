@@ -32,7 +32,7 @@ def submitted(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield submit
     for run in submitted_runs:
-        run.call("cancel", run.id, check=False)
+        run.cancel_if_active()
         run.wait_until_final()
 
 

@@ -56,7 +56,7 @@ def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
     options = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
     submitted_run = runs.submit(env, *options, str(recipe))
     yield submitted_run
-    submitted_run.call("cancel", submitted_run.id, check=False)
+    submitted_run.cancel_if_active()
     submitted_run.wait_until_final()
 
 

@@ -30,7 +30,7 @@ preempt_at_steps = [10]
 def test_sweep_with_preempted_runs(tmp_path: Path) -> None:
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "WANDB_"))}
     env = {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
-    recipe = runs.write_recipe(tmp_path, steps=STEPS, more=TABLES)
+    recipe = runs.write_recipe(tmp_path, steps=STEPS, more=TABLES, paced=False)
     args = ("--grid", "optim.lr=log:1e-5:1e-2:2", "--backend", "local", "--device", "cpu", "--gpus", "1", str(recipe))
     sweep = json.loads(runs.call(env, "sweep", "--json", *args).stdout)
     sweep_runs = [Run(env, row) for row in sweep["runs"]]

@@ -134,7 +134,7 @@ def submit_run(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
 
     yield submit
     for run in runs_submitted:
-        run.call("cancel", run.id, check=False)
+        run.cancel_if_active()
 
 
 @pytest.fixture

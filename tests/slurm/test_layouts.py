@@ -45,7 +45,7 @@ def test_three_dimensions_on_four_hosts_equal_one_process(cluster: Any, tmp_path
     try:
         status = run.complete()
     finally:
-        run.call("cancel", run.id, check=False)
+        run.cancel_if_active()
     assert run.endings() == ["completed"] and status["step"] == STEPS
     assert sorted(status["attempts"][0]["nodes"]) == ["node01", "node02", "node03", "node04"]
     newest = json.loads(runs.call(env, "checkpoint", "list", run.id, "--json").stdout)[-1]

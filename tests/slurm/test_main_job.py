@@ -75,7 +75,7 @@ def requeued(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         run.complete()
         yield run
     finally:
-        run.call("cancel", run.id, check=False)
+        run.cancel_if_active()
 
 
 def test_secret_of_shared_run_is_in_no_readable_file(requeued: Run) -> None:
@@ -141,7 +141,7 @@ def paced(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
     script.write_text(_PACED_SCRIPT)
     run = runs.submit(env, *TWO_NODES, "--layout", "fsdp", "--time", "1", str(script))
     yield run
-    run.call("cancel", run.id, check=False)
+    run.cancel_if_active()
 
 
 @pytest.mark.usefixtures("paced")  # its minute starts here, so its own test need not wait for it
