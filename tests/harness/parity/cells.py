@@ -10,7 +10,7 @@ from clustertrain.plan.layout import Layout
 from tests.layouts import CP, FSDP_TP, PLAIN, PP, TP_PP
 
 STEPS = 20
-FEW_STEPS = 6  # in the subset of the test suite
+FEW_STEPS = 4  # in the subset of the test suite
 GLOBAL_BATCH = 16
 SEQ_LEN = 16
 # Four layers, because an interleaved schedule on two ranks has four stages.
