@@ -122,7 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.parity", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="GLOB", help="layout/precision/micro-batches/ckpt/optimizer")
     parser.add_argument("--covering", action="store_true", help="the subset that the tests run")
-    parser.add_argument("--floor", action="store_true", help="compare the reference with itself, without ranks: no limit can be tighter")
+    parser.add_argument(
+        "--floor", action="store_true", help="compare the reference with itself, without ranks: no limit can be tighter"
+    )
     args = parser.parse_args()
     if args.floor:
         Console(width=WIDTH).print(floors())

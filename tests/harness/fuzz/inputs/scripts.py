@@ -59,7 +59,9 @@ def _within(box: Sandbox, folder: str) -> bool:
 def _judge(box: Sandbox, run: Path, env: dict[str, str], public: str) -> None:
     """Raise FaultFound if a value of --env leaks or is changed; values that also occur in ``public`` are not secret."""
     # Short values, and values that occur in the sandbox's paths, would be found by chance.
-    secrets = {value for value in env.values() if len(value) >= 8 and value not in str(box.site) and value not in public}
+    secrets = {
+        value for value in env.values() if len(value) >= 8 and value not in str(box.site) and value not in public
+    }
     for path in run.iterdir():
         if (
             path.is_file()
