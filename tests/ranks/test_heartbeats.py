@@ -61,7 +61,7 @@ with ct.session() as s:
 
 def observe(run: Run, requests: Path) -> dict[int, list[Heartbeat]]:
     """Return the heartbeats of both ranks that were observed until the end of the run, by rank."""
-    seen: dict[int, list[Heartbeat]] = defaultdict(list)
+    heartbeats_by_rank: dict[int, list[Heartbeat]] = defaultdict(list)
     readers: dict[Path, HeartbeatReader] = {}
 
     def observe_once() -> bool:
@@ -71,15 +71,15 @@ def observe(run: Run, requests: Path) -> dict[int, list[Heartbeat]]:
             readers[folder] = HeartbeatReader(folder, [0, 1])
         for reader in readers.values():
             for rank, beat in reader.read().items():
-                seen[rank].append(beat)
+                heartbeats_by_rank[rank].append(beat)
         for path in pending:
             path.unlink()  # the rank has waited since before its heartbeat was read
-        return len(seen) == 2 and all(
-            beats[-1].step == 8 and beats[-1].phase == heartbeat.IDLE for beats in seen.values()
+        return len(heartbeats_by_rank) == 2 and all(
+            beats[-1].step == 8 and beats[-1].phase == heartbeat.IDLE for beats in heartbeats_by_rank.values()
         )
 
     clock.wait_until(lambda: observe_once() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.01)
-    return seen
+    return heartbeats_by_rank
 
 
 def test_agent_observes_all_phases_of_both_ranks(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_agent_observes_all_phases_of_both_ranks(tmp_path: Path) -> None:
     local = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
     run = runs.submit(env, *local, str(script), str(requests))
     try:
-        seen = observe(run, requests)
-        assert sorted(seen) == [0, 1], run.explain()
-        for rank, beats in seen.items():
+        heartbeats_by_rank = observe(run, requests)
+        assert sorted(heartbeats_by_rank) == [0, 1], run.explain()
+        for rank, beats in heartbeats_by_rank.items():
             # Idle and restore are short and may be missed.
             observed = [b.phase for b in beats if b.phase not in (heartbeat.IDLE, heartbeat.RESTORE)]
             phases = [PHASES[code] for code, _ in itertools.groupby(observed)]

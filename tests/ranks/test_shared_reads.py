@@ -1,4 +1,4 @@
-"""Ranks of a node read shared data once, for any sizes and layouts, and damage is reported to all of them."""
+"""Ranks of a node read shared data once, with any sizes and layouts, and damage is reported to all of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
 
-# Rows aligned with blocks of checksums and rows that are not, very long rows, one dimension, three; more than a
-# step can hold; dtypes of other sizes between them; too small to share.
+# Rows that are aligned with checksum blocks, unaligned and very long; one and three dimensions; more data than one step
+# can hold; dtypes of several sizes; a tensor that is too small to share.
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((4096, 1024), torch.float32),
     "odd": ((3001, 1237), torch.float32),
@@ -40,65 +40,65 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 def full_tensor(name: str) -> torch.Tensor:
     shape, dtype = SHAPES[name]
-    made = torch.Generator().manual_seed(len(name) * 7 + shape[0])
-    return torch.randint(0, 250, shape, generator=made).to(dtype)
+    rng = torch.Generator().manual_seed(len(name) * 7 + shape[0])
+    return torch.randint(0, 250, shape, generator=rng).to(dtype)
 
 
-def state_of(how: str, filled: bool) -> dict[str, Any]:
+def build_state(placement: str, filled: bool) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placed = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
+    placements = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
     tensors: dict[str, Any] = {}
     for name, (shape, _) in SHAPES.items():
         tensor = full_tensor(name) if filled else torch.zeros_like(full_tensor(name))
-        at = Shard(0) if how == "columns" and len(shape) == 1 else placed.get(how)
-        tensors[name] = tensor if at is None else distribute_tensor(tensor, mesh, [at])
+        tensor_placement = Shard(0) if placement == "columns" and len(shape) == 1 else placements.get(placement)
+        tensors[name] = tensor if tensor_placement is None else distribute_tensor(tensor, mesh, [tensor_placement])
     return tensors
 
 
-def manager_of(team: Team, folder: Path) -> CheckpointManager:
+def open_manager(team: Team, folder: Path) -> CheckpointManager:
     return CheckpointManager(
         folder, Ranks(team.new_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
     )
 
 
-def save(team: Team, folder: Path, how: str) -> None:
-    manager_of(team, folder).save(1, state_of(how, True))
+def save(team: Team, folder: Path, placement: str) -> None:
+    open_manager(team, folder).save(1, build_state(placement, True))
 
 
-def restore(team: Team, folder: Path, how: str, setup: Callable[[], None] | None = None) -> list[str]:
-    """Job of a team: return the errors of all ranks, from rank 0."""
+def restore(team: Team, folder: Path, placement: str, setup: Callable[[], None] | None = None) -> list[str]:
+    """Job of a team: restore the checkpoint and return the names of wrong tensors on any rank."""
     if setup is not None:
         setup()
-    state = state_of(how, False)
-    restored = manager_of(team, folder).restore(state)
-    wrong = []
+    state = build_state(placement, False)
+    restored = open_manager(team, folder).restore(state)
+    errors = []
     for name, tensor in state.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if not torch.equal(full, full_tensor(name)):
-            wrong.append(name)
+            errors.append(name)
     if restored is None or restored.step != 1:
-        wrong.append("nothing restored")
-    return [w for each in _gathered(wrong) for w in each]
+        errors.append("nothing restored")
+    return [error for rank_errors in _gather(errors) for error in rank_errors]
 
 
-def _gathered(value: Any) -> list[Any]:
-    tensors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tensors, value)
-    return tensors
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint saved by four ranks, sharded by rows."""
+    """Return the folder of a checkpoint that four ranks have saved, sharded by rows."""
     folder = tmp_path_factory.mktemp("saved")
     run_team(4, 1, save, folder, "rows")
     return folder
 
 
-@pytest.mark.parametrize("how", ["rows", "columns", "copies", "plain"])
+@pytest.mark.parametrize("placement", ["rows", "columns", "copies", "plain"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_layout_is_restored(saved: Path, how: str, ranks: int) -> None:
-    assert run_team(ranks, 1, restore, saved, how) == []
+def test_any_layout_is_restored(saved: Path, placement: str, ranks: int) -> None:
+    assert run_team(ranks, 1, restore, saved, placement) == []
 
 
 @pytest.mark.parametrize("setup", ["not_allowed", "another_process", "no_memory", "other_nodes"])
@@ -107,17 +107,17 @@ def test_ranks_without_shared_memory_read_separately(saved: Path, setup: str) ->
 
 
 class PatchedOs:
-    """The module ``os`` with some functions replaced."""
+    """Stand-in for the module ``os`` with some functions replaced."""
 
-    def __init__(self, **other: Any) -> None:
-        self.__dict__.update(other)
+    def __init__(self, **functions: Any) -> None:
+        self.__dict__.update(functions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
 
 def not_allowed() -> None:
-    """Setup: rank 1 has no permission to read the memory of the others."""
+    """Setup: deny rank 1 the permission to read the memory of the others."""
 
     def open_(path: Any, *args: Any) -> int:
         if str(path).startswith("/proc/") and dist.get_rank() == 1:
@@ -128,17 +128,17 @@ def not_allowed() -> None:
 
 
 def another_process() -> None:
-    """Setup: rank 1 finds its own memory under another process id, as on two machines that are copies."""
+    """Setup: let rank 1 find its own memory under the process ids of others, as on cloned machines."""
 
     def open_(path: Any, *args: Any) -> int:
-        own = f"/proc/{os.getpid()}/fd/{path.rpartition('/')[2]}"
-        return os.open(own if dist.get_rank() == 1 else path, *args)
+        own_path = f"/proc/{os.getpid()}/fd/{path.rpartition('/')[2]}"
+        return os.open(own_path if dist.get_rank() == 1 else path, *args)
 
     shared.os = PatchedOs(open=open_)  # type: ignore[assignment]
 
 
 def no_memory() -> None:
-    """Setup: rank 1 cannot allocate memory; the other two continue together."""
+    """Setup: let the allocation of memory fail on rank 1; the other two ranks still share."""
 
     def memfd_create(name: str) -> int:
         if dist.get_rank() == 1:
@@ -149,7 +149,7 @@ def no_memory() -> None:
 
 
 def other_nodes() -> None:
-    """Setup: rank 2 is on another machine than the other two."""
+    """Setup: put rank 2 on another machine than the other two."""
     original = shared._node_id
     shared._node_id = lambda: bytes(16) if dist.get_rank() == 2 else original()
 
@@ -158,23 +158,23 @@ SETUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (not_allowed, an
 
 
 def test_different_checkpoints_of_one_step_are_reported(saved: Path, tmp_path: Path) -> None:
-    """The checkpoints have the same step, as on a file system with stale caches."""
-    both = [tmp_path / "0", tmp_path / "1"]
-    for folder in both:
+    """Each rank reads another folder with the same step, as on a file system with stale caches."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
         run_team(2, 1, save, folder, "rows")
-    message = run_team(2, 1, message_with_other_folders, both)
+    message = run_team(2, 1, message_with_other_folders, folders)
     assert message == ["the ranks see different checkpoints of the same step"] * 2
 
 
 def message_with_other_folders(team: Team, folders: list[Path]) -> list[str]:
     """Job of a team: return each rank's message if every rank reads a different folder."""
     try:
-        manager_of(team, folders[team.rank]).restore(state_of("columns", False))
+        open_manager(team, folders[team.rank]).restore(build_state("columns", False))
         message = "restored"
     except StorageError as e:
-        tensors = re.search("the ranks see [a-z ]*", e.message)
-        message = tensors[0] if tensors else e.message
-    return _gathered(message)
+        match = re.search("the ranks see [a-z ]*", e.message)
+        message = match[0] if match else e.message
+    return _gather(message)
 
 
 def test_tensor_of_another_shape_is_refused(saved: Path) -> None:
@@ -185,35 +185,35 @@ def test_tensor_of_another_shape_is_refused(saved: Path) -> None:
 def message_for_other_shape(team: Team, folder: Path) -> list[str]:
     """Job of a team: return each rank's message."""
     try:
-        manager_of(team, folder).restore({**state_of("plain", False), "small": torch.zeros(1, 16)})
+        open_manager(team, folder).restore({**build_state("plain", False), "small": torch.zeros(1, 16)})
         message = "restored"
     except CheckpointError as e:
         message = e.message
-    return _gathered(message)
+    return _gather(message)
 
 
 def test_node_reads_each_byte_once(saved: Path) -> None:
     read, existing = run_team(3, 1, bytes_read, saved, "copies")
-    assert existing <= read <= 1.3 * existing  # some blocks lie across an edge
+    assert existing <= read <= 1.3 * existing  # some blocks overlap two reads
 
 
-def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
-    """Job of a team: return how many bytes of large tensors all ranks have read, and how many exist."""
+def bytes_read(team: Team, folder: Path, placement: str) -> tuple[int, int]:
+    """Job of a team: return how many bytes of large tensors all ranks have read, and how many the tensors have."""
     from clustertrain.checkpoint.format import shard_io
 
     original, count = shard_io.find_bad_block, [0]
 
-    def counted(data: memoryview, *args: Any) -> Any:
+    def count_bytes(data: memoryview, *args: Any) -> Any:
         count[0] += len(data)
         return original(data, *args)
 
-    shard_io.find_bad_block = counted
-    state = state_of(how, False)
+    shard_io.find_bad_block = count_bytes
+    state = build_state(placement, False)
     del state["long"]  # its rows are larger than one read
-    manager_of(team, folder).restore(state)
+    open_manager(team, folder).restore(state)
     manifest = index.read_manifest(inspect.find_checkpoint(folder))
     existing = sum(s.nbytes for t in manifest.tensors for s in t.shards if t.name in state)
-    return sum(_gathered(count[0])), existing
+    return sum(_gather(count[0])), existing
 
 
 def test_damage_is_reported_to_all_ranks(saved: Path, tmp_path: Path) -> None:
@@ -227,11 +227,11 @@ def test_damage_is_reported_to_all_ranks(saved: Path, tmp_path: Path) -> None:
     assert run_team(2, 1, message_for_damage, folder, "columns") == ["no checkpoint is valid", "no checkpoint is valid"]
 
 
-def message_for_damage(team: Team, folder: Path, how: str) -> list[str]:
+def message_for_damage(team: Team, folder: Path, placement: str) -> list[str]:
     """Job of a team: return each rank's message."""
     try:
-        manager_of(team, folder).restore(state_of(how, False))
+        open_manager(team, folder).restore(build_state(placement, False))
         message = "restored"
     except Exception as e:
         message = "no checkpoint is valid" if "no checkpoint is valid" in str(e) and "checksum" in str(e) else str(e)
-    return _gathered(message)
+    return _gather(message)

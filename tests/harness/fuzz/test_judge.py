@@ -69,7 +69,7 @@ def test_write_outside_is_a_fault_and_is_prevented(tmp_path: Path) -> None:
         lambda: (other / "x").write_text(""),
         lambda: (allowed / "link" / "x").write_text(""),
         (allowed / ".." / "other" / "x").mkdir,
-        lambda: os.rename(other / "kept", allowed / "x"),  # noqa: PTH104 - the function whose event is judged
+        lambda: os.rename(other / "kept", allowed / "x"),  # noqa: PTH104 - the function whose event is judge_call
         lambda: (allowed / "x").rename(other / "x"),
         lambda: shutil.rmtree(other),
         (other / "kept").unlink,
@@ -159,13 +159,13 @@ def test_hidden_neighbor_is_a_fault() -> None:
     ],
 )
 def test_unrequested_sbatch_option_is_a_fault(tmp_path: Path, options: list[str], code: int) -> None:
-    def judged(options: list[str], code: int) -> None:
+    def judge_call(options: list[str], code: int) -> None:
         called = ["sbatch", "--parsable", f"--chdir={tmp_path}", *options[:-1], f"{tmp_path}/{options[-1]}"]
         requeues._judge(RunDir(tmp_path), CallResult(code, "", ""), called, {"qos": "x"}, accepted=True)
 
-    judged(["--qos=x", "job.sh"], 0)
+    judge_call(["--qos=x", "job.sh"], 0)
     with pytest.raises(FaultFound, match="argv"):
-        judged(options, code)
+        judge_call(options, code)
 
 
 def test_requeue_of_another_runs_job_is_a_fault(tmp_path: Path) -> None:

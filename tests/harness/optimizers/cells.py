@@ -1,4 +1,4 @@
-"""Every optimizer with every layout, and how far each may be from one process."""
+"""Every optimizer under every layout, and the largest allowed deviation from one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clustertrain.plan.layout import Layout
 from tests.layouts import CP, FSDP_TP, PLAIN, PP, TP_PP
 
 STEPS = 10
-THAW_STEP = 3  # of a resumed run
+THAW_STEP = 3  # step at which layers are unfrozen in the resumed runs
 GLOBAL_BATCH = 8
 SEQ_LEN = 16
 # Six heads of four: 24 and 64 divide by neither 4 shards nor 8, so that shards are uneven and some are empty.

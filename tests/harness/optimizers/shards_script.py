@@ -92,10 +92,10 @@ def difference(session: ct.Session, name: str) -> tuple[float, str]:
             else:
                 set_grad(p, whole)
                 q.grad = whole.clone()
-        for optimizer_or_plain in (optimizer, plain):
-            for group in optimizer_or_plain.param_groups:
+        for each_optimizer in (optimizer, plain):
+            for group in each_optimizer.param_groups:
                 group["lr"] = spec.lr * (step + 1) / STEPS
-            optimizer_or_plain.step()
+            each_optimizer.step()
     worst = (0.0, "")
     with torch.no_grad():
         for (n, p), q in pairs:

@@ -122,7 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.parity", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="GLOB", help="layout/precision/micro-batches/ckpt/optimizer")
     parser.add_argument("--covering", action="store_true", help="the subset that the tests run")
-    parser.add_argument("--floor", action="store_true", help="no ranks: the least that can be asked of a layout")
+    parser.add_argument(
+        "--floor", action="store_true", help="compare the reference with itself, without ranks: no limit can be tighter"
+    )
     args = parser.parse_args()
     if args.floor:
         Console(width=WIDTH).print(floors())
@@ -130,7 +132,7 @@ def main() -> int:
     all_cells = covering() if args.covering else table()
     cells = [c for c in all_cells if fnmatch.fnmatch(c.id, args.only)]
     if not cells:
-        parser.error(f"no cell fits {args.only!r}; the first is {all_cells[0].id}")
+        parser.error(f"no cell matches {args.only!r}; the first is {all_cells[0].id}")
     context = benchmark.context(("clustertrain", "torch", "numpy"))
     outcomes = measured(cells, Console(stderr=True))
     console = Console(width=WIDTH)

@@ -38,13 +38,13 @@ class Case:
     """Arguments of a `submit` or, with --grid, a `sweep`; for ``reads`` and ``exports`` see :class:`options.Value`."""
 
     number: int
-    words: tuple[str, ...]
+    args: tuple[str, ...]
     reads: Mapping[str, str]
     exports: Mapping[str, str]
 
     @property
     def command(self) -> str:
-        return "sweep" if "--grid" in self.words else "submit"
+        return "sweep" if "--grid" in self.args else "submit"
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def make_cases(site: Path) -> list[Case]:
         resources = _resources(shape, device, gpus_flag, cpus_per_gpu)
         # Later ones take precedence: profile, recipe, options.
         values = [profile, target, resources, options.host_selection(place, shape.nodes), *rest]
-        words = [] if {*SCRIPTS} & {*target.words} else [*DIVISIBLE]
-        words += [word for value in values if value is not target for word in value.words]
+        args = [] if {*SCRIPTS} & {*target.args} else [*DIVISIBLE]
+        args += [word for value in values if value is not target for word in value.args]
         result_cases.append(
             Case(
                 number=number,
-                words=(f"--cluster={_profile(site, values)}", *words, *target.words),
+                args=(f"--cluster={_profile(site, values)}", *args, *target.args),
                 reads={key: read for value in values for key, read in value.reads.items()},
                 exports={name: text for value in values for name, text in value.exports.items()},
             )
@@ -96,9 +96,9 @@ def _profile(site: Path, values: Sequence[Value]) -> str:
 
 def _resources(shape: options.Shape, device: tuple[str, str], gpus_flag: str, cpus_per_gpu: int) -> Value:
     device_name, gpu_type = device
-    words = [f"--nodes={shape.nodes}", f"--gpus={shape.gpus}", *shape.layout]
-    words += [f"--device={device_name}"] * bool(device_name) + [f"--gpu-type={gpu_type}"] * bool(gpu_type)
-    words += [f"--cpus-per-gpu={cpus_per_gpu}"] * bool(cpus_per_gpu)
+    args = [f"--nodes={shape.nodes}", f"--gpus={shape.gpus}", *shape.layout]
+    args += [f"--device={device_name}"] * bool(device_name) + [f"--gpu-type={gpu_type}"] * bool(gpu_type)
+    args += [f"--cpus-per-gpu={cpus_per_gpu}"] * bool(cpus_per_gpu)
     reads = {"nodes": str(shape.nodes), "ntasks-per-node": "1"}
     if device_name != "cpu" or gpu_type:
         count = f"{gpu_type}:{shape.gpus}" if gpu_type else str(shape.gpus)
@@ -106,7 +106,7 @@ def _resources(shape: options.Shape, device: tuple[str, str], gpus_flag: str, cp
     cores = shape.gpus * (cpus_per_gpu or (1 if device_name == "cpu" else 0))
     if cores:
         reads["cpus-per-task"] = str(cores)
-    return Value(tuple(words), profile=f'gpus_flag = "{gpus_flag}"', reads=reads)
+    return Value(tuple(args), profile=f'gpus_flag = "{gpus_flag}"', reads=reads)
 
 
 def _write_targets(site: Path) -> list[Value]:
@@ -144,7 +144,7 @@ def dry_run(case: Case, env: Mapping[str, str]) -> list[str]:
     """Return the scripts of a dry run in this process: first the one that sbatch gets, then those of a sweep's runs."""
     unset = dict.fromkeys(os.environ.keys() - env.keys())
     result = CliRunner().invoke(
-        {"submit": submit, "sweep": sweep}[case.command], ["--dry-run", "--json", *case.words], env={**unset, **env}
+        {"submit": submit, "sweep": sweep}[case.command], ["--dry-run", "--json", *case.args], env={**unset, **env}
     )
     assert result.exception is None and result.exit_code == 0, (case, result.exception, result.output)
     return texts_in(result.stdout)

@@ -41,13 +41,13 @@ class Value:
     """One value of an option.
 
     Attributes:
-        words: arguments of the command.
+        args: arguments of the command.
         profile: lines of the cluster profile.
         reads: options that sbatch must parse, with their values.
         exports: variables that the job's environment must contain.
     """
 
-    words: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
     profile: str = ""
     reads: Mapping[str, str] = field(default_factory=dict)
     exports: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def host_selection(where: str, nodes: int) -> Value:
     if "excluded" not in where or nodes == 4:
         return chosen
     excluded = Value(("--exclude", "node04"), reads={"exclude": "node04"})
-    return Value((*chosen.words, *excluded.words), reads={**chosen.reads, **excluded.reads})
+    return Value((*chosen.args, *excluded.args), reads={**chosen.reads, **excluded.reads})
 
 
 HOST_SELECTIONS = ("", "listed", "excluded", "listed and excluded")

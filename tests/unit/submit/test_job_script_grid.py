@@ -52,7 +52,7 @@ def test_grid_rows_cover_all_pairs(sizes: Sequence[int]) -> None:
 
 def test_shellcheck_and_bash_accept_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     # No two cases have the same arguments or the same scripts.
-    assert len({scripts.case.words for scripts in grid}) == len(grid) >= 200
+    assert len({scripts.case.args for scripts in grid}) == len(grid) >= 200
     assert len({scripts.submitted.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
     text_only = cases.render(cases.make_text_cases(len(grid)), site, env)
     # Most runs of a sweep differ only in their spec.toml.
@@ -70,6 +70,6 @@ def test_values_reach_job_unchanged(grid: list[Scripts], site: Path, env: dict[s
 
 def test_dry_run_prints_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     for scripts in grid[::90]:
-        argv = [sys.executable, "-m", "clustertrain", scripts.case.command, "--dry-run", "--json", *scripts.case.words]
+        argv = [sys.executable, "-m", "clustertrain", scripts.case.command, "--dry-run", "--json", *scripts.case.args]
         result = subprocess.run(argv, cwd=site, env=env, capture_output=True, text=True, check=True, timeout=60)
         assert sorted(cases.texts_in(result.stdout)) == sorted(path.read_text() for path in scripts.all)

@@ -27,26 +27,26 @@ OPTIONS = (
 def submissions() -> SearchStrategy[tuple[dict[str, str], list[tuple[str, str]], list[str]]]:
     env = st.dictionaries(st.from_regex(r"\AV_[A-Z]{1,5}\Z"), arguments(), max_size=3)
     options = st.lists(st.tuples(st.sampled_from(OPTIONS), arguments()), max_size=2)
-    passed = st.lists(st.builds("comment={}".format, arguments()) | arguments(), max_size=1)
-    return st.tuples(env, options, passed)
+    sbatch_options = st.lists(st.builds("comment={}".format, arguments()) | arguments(), max_size=1)
+    return st.tuples(env, options, sbatch_options)
 
 
 def play(box: Sandbox, drawn: tuple[dict[str, str], list[tuple[str, str]], list[str]]) -> None:
-    env, options, passed = drawn
-    # A folder that the user names is the user's: the judge allows the site and the home alone.
+    env, options, sbatch_options = drawn
+    # Users may write to any folder that they name, but the judge allows only the site and the home.
     options = [(option, value) for option, value in options if option != "--checkpoint-dir" or _within(box, value)]
     _profile(box)
     env = {name: box.arm(value) for name, value in env.items()}
     argv = ["submit", "--json", "--backend", "slurm", "--cluster", "spy", "--nodes", "2", "--gpus", "4"]
     argv += [f"{option}={value}" for option, value in options]
-    argv += [f"--sbatch={word}" for word in passed]
+    argv += [f"--sbatch={word}" for word in sbatch_options]
     argv += [f"--env={name}={value}" for name, value in env.items()]
-    said = box.call(argv)
-    if said.code:
+    submission = box.call(argv)
+    if submission.code:
         return
-    run = Path(json.loads(said.out)["run_dir"])
+    run = Path(json.loads(submission.out)["run_dir"])
     try:
-        _judge(box, run, env, box.arm(" ".join((*passed, *(value for _, value in options)))))
+        _judge(box, run, env, box.arm(" ".join((*sbatch_options, *(value for _, value in options)))))
     finally:
         shutil.rmtree(run)
 
@@ -57,28 +57,30 @@ def _within(box: Sandbox, folder: str) -> bool:
 
 
 def _judge(box: Sandbox, run: Path, env: dict[str, str], public: str) -> None:
-    """``public`` is what was typed where everybody may read it: a value that is typed there as well is no secret."""
-    # Beside the name of a variable and the folders of the sandbox, a short value would be found by chance.
-    long = {value for value in env.values() if len(value) >= 8 and value not in str(box.site) and value not in public}
+    """Raise FaultFound if a value of --env leaks or is changed; values that also occur in ``public`` are not secret."""
+    # Short values, and values that occur in the sandbox's paths, would be found by chance.
+    secrets = {
+        value for value in env.values() if len(value) >= 8 and value not in str(box.site) and value not in public
+    }
     for path in run.iterdir():
         if (
             path.is_file()
             and path.stat().st_mode & 0o077
-            and any(v in path.read_bytes().decode(errors="replace") for v in long)
+            and any(v in path.read_bytes().decode(errors="replace") for v in secrets)
         ):
-            raise FaultFound(Fault("leak", path.name, "has a value of --env, and others may read it"))
-    done = subprocess.run(
+            raise FaultFound(Fault("leak", path.name, "contains a value of --env and is readable by others"))
+    result = subprocess.run(
         ["bash", "job.sh"], cwd=run, capture_output=True, check=False, timeout=30,
         env={"PATH": "/usr/bin:/bin", "HOME": str(box.site)},
     )  # fmt: skip
     box.check()
-    if done.returncode:
-        raise FaultFound(Fault("exit", "job.sh", f"{done.returncode}\n{done.stderr.decode(errors='replace')}"))
-    seen = dict(entry.split(b"=", 1) for entry in done.stdout.split(b"\0") if b"=" in entry)
+    if result.returncode:
+        raise FaultFound(Fault("exit", "job.sh", f"{result.returncode}\n{result.stderr.decode(errors='replace')}"))
+    environment = dict(entry.split(b"=", 1) for entry in result.stdout.split(b"\0") if b"=" in entry)
     for name, value in env.items():
-        if seen.get(name.encode()) != value.encode("utf-8", "surrogateescape"):
+        if environment.get(name.encode()) != value.encode("utf-8", "surrogateescape"):
             raise FaultFound(
-                Fault("leak", "environment", f"{name} is {seen.get(name.encode())!r}, typed was {value!r}")
+                Fault("leak", "environment", f"{name} is {environment.get(name.encode())!r}, the user typed {value!r}")
             )
 
 

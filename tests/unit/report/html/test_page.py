@@ -99,8 +99,8 @@ def test_run_content_cannot_inject_markup(report_data: tuple[Summary, Curves]) -
     elements = Elements(text := page.render(evil, named))
     tags = [tag for tag, _ in elements.tags]
     assert "img" not in tags
-    for one in ("script", "style", "title", "meta"):
-        assert tags.count(one) == expected.count(one)
+    for singleton_tag in ("script", "style", "title", "meta"):
+        assert tags.count(singleton_tag) == expected.count(singleton_tag)
     assert not [a for _, attributes in elements.tags for a in attributes if a.startswith("on")]
     assert embedded_data(text)["nodes"] == [EVIL] * 2, "the text itself is kept"
     assert embedded_data(text)["marks"][0]["text"] == EVIL
@@ -157,11 +157,11 @@ def test_page_of_32_gpus_for_a_day_is_under_1_mb(tmp_path: Path) -> None:
 
 def test_page_of_1024_gpus_for_a_week_is_under_3_mb(tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=128, gpus=8, hours=168, step_s=3600)
-    chosen = list(range(64))
+    selected = list(range(64))
     names = curves.node_names[:64]
     curves = Curves(
-        gpus=curves.gpus.rows(chosen),
-        chosen=chosen,
+        gpus=curves.gpus.rows(selected),
+        chosen=selected,
         heat=CurveTable(curves.heat.start, 3600, curves.heat.points, {"power_w": curves.heat.values["power_w"]}),
         overall=curves.overall,
         nodes=curves.nodes.rows(range(64)),

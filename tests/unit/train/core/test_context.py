@@ -167,8 +167,13 @@ def test_unloggable_value_raises_with_its_name(value: Any) -> None:
 
 
 def test_context_from_environment(tmp_path: Path) -> None:
-    alone = context.context_from_environment(environ={"CLUSTERTRAIN_DEVICE": "cpu"})
-    assert (alone.rank, alone.world_size, alone.launched_by_torchrun, alone.layout.strategy) == (0, 1, False, "single")
+    single_process = context.context_from_environment(environ={"CLUSTERTRAIN_DEVICE": "cpu"})
+    assert (
+        single_process.rank,
+        single_process.world_size,
+        single_process.launched_by_torchrun,
+        single_process.layout.strategy,
+    ) == (0, 1, False, "single")
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "CLUSTERTRAIN_DEVICE": "cpu"}
     distributed = context.context_from_environment(environ=torchrun)
     assert (

@@ -70,14 +70,14 @@ class Run:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Any]:
-    made: list[Run] = []
+    created: list[Run] = []
 
     def make(losses: dict[int, float], **options: Any) -> Run:
-        made.append(Run(tmp_path / "c", losses, **options))
-        return made[-1]
+        created.append(Run(tmp_path / "c", losses, **options))
+        return created[-1]
 
     yield make
-    for run in made:
+    for run in created:
         run.close()
 
 

@@ -60,7 +60,7 @@ class Attempt:
     values: Sequence[float] = ()  # results of the evaluations, in order
     patience: int = 0
     evaluated: list[int] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)
+    trained_steps: list[int] = field(default_factory=list)
     weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
@@ -89,7 +89,7 @@ class Attempt:
             for step in session.steps(TOTAL, state, self.every, 10, evaluations):
                 first_position = data.next_position(data.position) - BATCH
                 session.train_step(next(data), nan_loss if first_position in self.bad else F.mse_loss)
-                self.done.append(step + 1)
+                self.trained_steps.append(step + 1)
                 if step + 1 == self.stop_in:
                     (self.rank_dir / "stop").touch()
                 self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -153,7 +153,7 @@ def test_stop_at_rollback_step_saves_and_restores_nothing(tmp_path: Path, attemp
     assert run.committed_steps() == [2] and (run.checkpoints / "step-00000004" / "COMMITTED").exists()
     second = attempt(run, 2, bad=BAD)
     assert [e["step"] for e in second.events("restored")] == [2] and not second.events("rolled_back")
-    assert second.done == [3, 4, 5, 6, 7, 8] and torch.equal(second.weights, uninterrupted.weights)
+    assert second.trained_steps == [3, 4, 5, 6, 7, 8] and torch.equal(second.weights, uninterrupted.weights)
     assert [(a.committed_step, a.roll_backs) for a in attempts.load_attempts(run)] == [(2, 1), (8, 0)]
 
 
@@ -168,7 +168,7 @@ def test_next_attempt_rolls_back_if_stop_had_no_time(
     assert first.result["ending"] == "stopped" and not first.events("rolled_back")
     assert not rollback.read_records(run.checkpoints)
     second = attempt(run, 2, bad=BAD)
-    assert second.done == [5, 5, 6, 7, 8] and torch.equal(second.weights, uninterrupted.weights)
+    assert second.trained_steps == [5, 5, 6, 7, 8] and torch.equal(second.weights, uninterrupted.weights)
 
 
 def test_exhausted_rollbacks_at_stop_are_not_requeued(tmp_path: Path, attempt: Begin) -> None:
@@ -190,7 +190,7 @@ def test_spent_budget_at_rollback_step(tmp_path: Path, attempt: Begin, monkeypat
 def test_rollback_cancels_early_stop_at_same_step(tmp_path: Path, attempt: Begin) -> None:
     bad = (5 * BATCH,)
     finished = attempt(make_run(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
-    assert finished.evaluated == [2, 4, 6, 6, 8] and finished.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert finished.evaluated == [2, 4, 6, 6, 8] and finished.trained_steps == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
     assert (finished.result["ending"], finished.result["reason"]) == ("completed", None)
     assert not finished.events("early_stop")
 
@@ -202,7 +202,7 @@ def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin)
     assert metrics.is_cut_short(metrics.load_rows(run)[-1])
     # Not an improvement, so no checkpoint records it.
     second = attempt(run, 2, every=None, values=(2.0, 2.0, 3.0), patience=2, bad=BAD)
-    assert second.done == [5, 5, 6] and second.evaluated == [4, 4, 6]
+    assert second.trained_steps == [5, 5, 6] and second.evaluated == [4, 4, 6]
     assert second.result["reason"].startswith("early stop: validation_loss has not improved for 2 evaluations")
     rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
