@@ -28,8 +28,8 @@ demo: setup ## the main job on this machine: train, be preempted, requeue, resum
 	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
 
 FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
-# A test of ranks waits for processes as much as it computes. Each goes to whichever worker is free: tests/conftest.py.
-SLOW := -n 3 --dist loadgroup -m '(ranks or long) and not slurm and not gpu'
+# More at once would slow each other down on two cores. Each test goes to whichever worker is free: tests/conftest.py.
+SLOW := -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu'
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
 ALONE := -m 'slurm or gpu' tests/slurm tests/gpu
 # A shell starts what it runs in the background with SIGINT ignored.
