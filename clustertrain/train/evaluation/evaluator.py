@@ -149,7 +149,7 @@ class Evaluator:
                 yield batch, output, target
             return
         _check_same_shapes(pairs)
-        with self._model.without_learning():  # type: ignore[operator]
+        with self._model.outside_schedule():  # type: ignore[operator]
             for i, output in self._model.forward_only([inputs for inputs, _ in pairs]):  # type: ignore[operator]
                 counted = range(len(chunk[i].sample_indices))
                 yield chunk[i], _select_rows(output, counted), _select_rows(pairs[i][1], counted)

@@ -151,7 +151,7 @@ class Session:
 
         Args:
             tp_plan: how tensor parallelism splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}``, with
-                the styles in ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
+                the styles in ``clustertrain.train.distributed.tensor_parallel.STYLES``; default: the model's
                 attribute ``tp_plan``.
             freeze: name patterns of modules that are not trained.
             unfreeze: (step, patterns): :meth:`train_step` trains these modules from optimizer step ``step`` on,

@@ -81,7 +81,7 @@ def test_indivisible_size_shows_the_arithmetic(spec: dict[str, int], tp: int, me
     ids=[
         "no plan",
         "no module",
-        "unknown word",
+        "unknown style",
         "wrong module type",
         "uncovered norm",
         "gather covers nothing",
@@ -101,7 +101,7 @@ def test_invalid_tp_plan_raises(plan: dict[str, str] | None, message: str) -> No
 
 def test_star_matches_one_part_of_a_name() -> None:
     found = tensor_parallel.match_plan(decoder(), {"layers.*.attention": "gather", "*": "sequence"})
-    assert [name for _, name, _, word in found if word == "gather"] == ["layers.0.attention", "layers.1.attention"]
+    assert [name for _, name, _, style in found if style == "gather"] == ["layers.0.attention", "layers.1.attention"]
     assert all("." not in name for _, name, _, _ in tensor_parallel.match_plan(decoder(), {"*": "sequence"}))
 
 
