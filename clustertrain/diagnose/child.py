@@ -1,6 +1,6 @@
 """``python -m clustertrain.diagnose.child CHECK…``: the process that runs the checks, with torch and the user's code.
 
-The run directory in the environment is a scratch directory. Each check builds a fresh model, so checks are independent.
+The run folder in the environment is a scratch folder. Each check builds a new model, so checks are independent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MODULES = {name: f"clustertrain.diagnose.checks.{name.replace('-', '_')}" for n
 
 
 def format_error(error: BaseException) -> str:
-    """Return the last line of the traceback with its file and line number."""
-    last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    """Return the error's type and message, with the file and line that raised it."""
+    message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{last} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else last
+    return f"{message} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else message
 
 
 def subject_from_env() -> Subject:
-    """Load the recipe and plan of the run directory named in the environment."""
+    """Load the recipe and plan of the run folder named in the environment."""
     run = RunDir(Path(os.environ[settings.RUN_DIR]))
     rank = context.context_from_environment()
     return Subject(load_spec(run).recipe, context.load_plan(run)[1], run, rank.device)

@@ -12,12 +12,12 @@ import msgspec
 from clustertrain import clock
 from clustertrain.diagnose.registry import Finding
 
-PROGRESS_INTERVAL_S = 0.1  # at least, between two progress messages
+PROGRESS_INTERVAL_S = 0.1  # minimum, between two progress messages
 ProgressCallback = Callable[[int, int], None]  # (completed, total)
 
 
 class MessageWriter:
-    """The only writer on standard output: whatever the user's code prints is redirected to standard error."""
+    """The only writer to standard output; whatever the user's code prints is redirected to standard error."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")

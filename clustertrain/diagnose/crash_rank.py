@@ -23,7 +23,7 @@ from clustertrain.train.main import run_as_rank
 from clustertrain.train.session.session import Session
 from clustertrain.train.trainer import Trainer
 
-CHECKPOINT_TIMEOUT_S = 300.0  # for the pending save to commit
+CHECKPOINT_TIMEOUT_S = 300.0  # for the pending save to be committed
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     def rank_main(run: RunDir | None) -> None:
         assert run is not None
 
-        build_original = trainer.build_trainer
+        original_build_trainer = trainer.build_trainer
 
         @dataclasses.dataclass(frozen=True)
         class KilledTrainer(Trainer):
@@ -44,7 +44,7 @@ def main() -> int:
                 return super().step()
 
         def build_killed_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
-            base = build_original(session, recipe, batch)
+            base = original_build_trainer(session, recipe, batch)
             return KilledTrainer(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
         trainer.build_trainer = build_killed_trainer

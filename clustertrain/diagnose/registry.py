@@ -1,4 +1,4 @@
-"""The checks by name, and the finding that each returns."""
+"""Names of the checks, and the finding that each check returns."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The worst verdict of ``checks``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the --json document, without plots and rows, which repeat the evidence for people."""
+        """Return the --json document, without plots and rows, which repeat the evidence for human readers."""
         checks = [{n: getattr(c, n) for n in ("check", "verdict", "evidence", "text", "fix")} for c in self.checks]
         return {"recipe": self.recipe, "device": self.device, "checks": checks, "verdict": self.verdict}
 
@@ -178,7 +178,7 @@ def _error_from_exit(returncode: int, log_path: Path) -> ClusterTrainError:
     if returncode == -signal.SIGKILL:
         return ClusterTrainError(
             "the process that runs the checks was killed (SIGKILL), probably because memory ran out",
-            fix="scale the model or the batch down with --set, for example --set train.micro_batch=1",
+            fix="scale down the model or the batch with --set, for example --set train.micro_batch=1",
         )
     return ClusterTrainError(
         f"the process that runs the checks ended with exit code {returncode}: {last_line}",

@@ -30,13 +30,13 @@ _DROPOUT_ATTRIBUTES = ("dropout", "attention_dropout", "attn_dropout", "attn_pdr
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A recipe with the batch, run directory and device to check it with."""
+    """A recipe with the batch, run folder and device to check it with."""
 
     recipe: Recipe
     batch: Batch
     """One micro-batch per step."""
     run: RunDir
-    """A scratch run directory that exists as long as the checks run."""
+    """A scratch run folder that exists as long as the checks run."""
     device: torch.device
     has_model_loss: bool = False
     """Whether the model's module defines the loss; its expected value is then unknown."""
@@ -46,8 +46,8 @@ class Subject:
 
     def with_overrides(self, **tables: Any) -> Subject:
         """Return a copy with keys of the recipe's tables replaced, such as ``optim={"lr": 1.0}``."""
-        new = {name: msgspec.structs.replace(getattr(self.recipe, name), **keys) for name, keys in tables.items()}
-        return dataclasses.replace(self, recipe=msgspec.structs.replace(self.recipe, **new))
+        replaced = {name: msgspec.structs.replace(getattr(self.recipe, name), **keys) for name, keys in tables.items()}
+        return dataclasses.replace(self, recipe=msgspec.structs.replace(self.recipe, **replaced))
 
     def without_regularization(self) -> Subject:
         """Return a copy without dropout, augmentation, label smoothing, weight decay and data workers."""
@@ -60,7 +60,7 @@ class Subject:
 
     @contextmanager
     def trainer(self) -> Iterator[Trainer]:
-        """Build a trainer in a session of its own."""
+        """Yield a new trainer in its own session."""
         with session(seed=self.recipe.train.seed, device=self.device.type) as s:
             yield build_trainer(s, self.recipe, self.batch)
 
@@ -76,7 +76,7 @@ class Subject:
 
 
 def load_batch(trainer: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
-    """Return (inputs, target) of ``count`` samples in the run's order from position ``start``, on the device."""
+    """Return (inputs, target) of ``count`` samples from position ``start`` of the run on, on the device."""
     dataset = trainer.task.dataset
     indices = permutation.samples_at(recipe.train.seed, len(dataset), start, count)
     return to_device(trainer.session.device, tuple(default_collate([dataset[i] for i in indices])))
@@ -134,7 +134,7 @@ def collect_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def infer_num_classes(output: Any, target: Any) -> int | None:
-    """Return the number of classes if ``output`` holds logits and ``target`` class indices, else None."""
+    """Return the number of classes if ``output`` holds logits and ``target`` class indices, otherwise None."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if target.is_floating_point() or target.dtype == torch.bool or output.shape[:-1] != target.shape:

@@ -58,7 +58,7 @@ def show_summary(console: Console, result: Diagnosis) -> None:
 
 
 class CheckProgressBar:
-    """A progress bar on stderr, shown only on a terminal and erased at the end of the ``with``."""
+    """A progress bar on stderr, shown only on a terminal and erased at the end of the ``with`` block."""
 
     def __init__(self, checks: int) -> None:
         self._checks = checks
@@ -67,7 +67,7 @@ class CheckProgressBar:
 
     def __enter__(self) -> CheckProgressBar:
         if sys.stderr.isatty():
-            self._progress = self._start()  # shown at once: importing torch over a network file system is slow
+            self._progress = self._start()  # at once, because importing torch over a network file system is slow
         return self
 
     def __exit__(

@@ -1,7 +1,7 @@
 """The tracking process: ``python -m clustertrain.tracking RUN_DIR --attempt N``.
 
-It runs next to the ranks until its standard input closes. The agent holds the other end, so the process also ends with
-the agent. It then uploads the remaining rows and exits; its parent kills it if that takes too long.
+It runs next to the ranks until its standard input closes. The node agent holds the other end, so the process also ends
+if the agent dies. It then uploads the remaining rows and exits; its parent kills it if that takes too long.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from clustertrain.tracking.endings import attempt_ending
 from clustertrain.tracking.registry import build_tracker
 from clustertrain.tracking.tracker import POLL_S, TrackerUploader
 
-NICENESS = 10  # the ranks and their loaders come first
+NICENESS = 10  # the ranks and their data workers have priority
 
 
 class TrackingOwner:
-    """The process that tracks the run: the one that started last.
+    """Ownership of the run's tracking, which belongs to the process that started last.
 
-    Ownership is a file, because locks are unreliable on NFS and Lustre. A process that outlives its attempt exits when
-    the file names another one.
+    It is recorded in a file, because locks are unreliable on NFS and Lustre. A process that outlives its attempt exits
+    when the file names another one.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -44,7 +44,7 @@ class TrackingOwner:
 
 
 def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
-    """Upload rows until ``stop_event`` is set and nothing is left; return the exit code."""
+    """Upload rows until ``stop_event`` is set and none remain; return the exit code."""
     log = EventLog(run.attempt(attempt).events_path("tracking"))
 
     def report_error(tracker: str, reason: str) -> None:
@@ -65,14 +65,14 @@ def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
         uploader.thread.start()
     while not stop_event.wait(POLL_S):
         if owner.is_superseded():
-            print("clustertrain tracking: stopped, another process now tracks the run", file=sys.stderr, flush=True)
+            print("clustertrain tracking: stopped: another process now tracks the run", file=sys.stderr, flush=True)
             return EXIT_SUCCESS
     for uploader in uploaders:
         uploader.request_stop()
     for uploader in uploaders:
         uploader.thread.join()
     log.close()
-    return EXIT_FAILED if any(h.failed for h in uploaders) else EXIT_SUCCESS
+    return EXIT_FAILED if any(uploader.failed for uploader in uploaders) else EXIT_SUCCESS
 
 
 def _wait_for_stdin_eof(stop_event: threading.Event) -> None:

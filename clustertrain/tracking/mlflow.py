@@ -20,13 +20,13 @@ from clustertrain.tracking.tracker import TrackerState
 TAG = "clustertrain.run"
 MAX_METRICS_PER_REQUEST, MAX_PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits
 MAX_PARAM_LENGTH = 6000
-# By default MLflow retries seven times over minutes, during which it cannot be stopped; rows can wait here instead.
+# By default MLflow retries seven times over minutes and cannot be stopped meanwhile; rows can wait instead.
 _HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 _STATUS = {"completed": "FINISHED", "failed": "FAILED"}
 
 
 class MLflow:
-    """Uploads rows to MLflow, each step once.
+    """Tracker that uploads each step to MLflow once.
 
     The state records the last step before rows are sent. After a kill, only steps up to it are looked up, and values
     that arrived are not sent again, because not every store rejects duplicates.
@@ -39,7 +39,7 @@ class MLflow:
             os.environ.setdefault(name, value)
         self._uri = metadata.spec.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.tracking}/mlflow.db"
         if is_file_store(self._uri):
-            # MLflow 3 refuses file stores, which are in maintenance mode, without this variable; the user chose one.
+            # Without this variable, MLflow 3 rejects file stores, which are in maintenance mode. The user chose one.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             import mlflow.entities
@@ -91,7 +91,7 @@ class MLflow:
             return str(experiment.experiment_id)
 
     def _find_run(self) -> str:
-        """Return the id of an MLflow run whose creator was killed before it saved the id, or an empty string."""
+        """Return the id of an MLflow run whose creator was killed before saving the id, or an empty string."""
         rows = self._client.search_runs([self._experiment()], f"tags.`{TAG}` = '{self._metadata.run}'", max_results=1)
         return str(rows[0].info.run_id) if rows else ""
 

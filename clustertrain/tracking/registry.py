@@ -1,11 +1,14 @@
-"""Names of trackers -> trackers."""
+"""The trackers by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from clustertrain.run.run_dir import RunDir
+from clustertrain.tracking.mlflow import MLflow
+from clustertrain.tracking.tensorboard import TensorBoard
 from clustertrain.tracking.tracker import Tracker
+from clustertrain.tracking.wandb import Wandb
 
 
 def build_tracker(name: str, run: RunDir, metadata: Any) -> Tracker:
@@ -14,15 +17,6 @@ def build_tracker(name: str, run: RunDir, metadata: Any) -> Tracker:
     Raises:
         ConfigError: its package is not installed.
     """
-    # Not at the top: each imports its library, and a run uses one or two.
     if name == "tensorboard":
-        from clustertrain.tracking.tensorboard import TensorBoard
-
         return TensorBoard(run, metadata)
-    if name == "wandb":
-        from clustertrain.tracking.wandb import Wandb
-
-        return Wandb(run, metadata)
-    from clustertrain.tracking.mlflow import MLflow
-
-    return MLflow(run, metadata)
+    return Wandb(run, metadata) if name == "wandb" else MLflow(run, metadata)

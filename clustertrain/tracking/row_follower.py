@@ -1,4 +1,4 @@
-"""Follow the run's metric rows as they are written, each step once."""
+"""A reader that follows a run's metric rows as they are written, each step once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ROWS = 1000  # per read; a killed process repeats at most this many
 
 
 class RowFollower:
-    """Reads the rows of all attempts, and of all segments of an attempt that rolled back, in order.
+    """Reader of the rows of all attempts, and of all segments of an attempt that rolled back, in order.
 
     Each row gets the key ``attempt``. Steps only increase: a step that a later attempt repeats is not returned again.
     If the later attempt's rows already exist, its values are used, as in :func:`clustertrain.run.metrics.load_rows`. A
@@ -24,7 +24,7 @@ class RowFollower:
     no values for past steps. After the end of the run, :meth:`take_pending` returns it.
 
     Args:
-        after: the last step that is not returned.
+        after: return only rows of later steps.
     """
 
     def __init__(self, run: RunDir, after: int = -1) -> None:
@@ -51,12 +51,12 @@ class RowFollower:
         return rows
 
     def take_pending(self) -> list[Row]:
-        """Return the row that is held back, if any, once no attempt can repeat it."""
+        """Return the row that is held back, if any; call it once no attempt can repeat that row."""
         rows, self._pending_row = [self._pending_row] if self._pending_row is not None else [], None
         return rows
 
     def _read_chunk(self, attempt: int, path: Path, end_step: int | None, max_rows: int) -> list[Row]:
-        """Return the rows in the next chunk of complete lines; an unfinished last line is left for later."""
+        """Return the rows in the next chunk of complete lines; an unfinished last line is read next time."""
         try:
             with reading.open_regular(path) as f:
                 f.seek(self._offset)

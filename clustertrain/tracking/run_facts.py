@@ -41,7 +41,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_run_metadata(run: RunDir, attempt: int) -> RunMetadata:
-    """Load the metadata of a run; ``attempt`` 0 means no attempt, for an upload by hand.
+    """Load the metadata of a run; ``attempt`` 0 means no attempt, for a manual upload.
 
     Raises:
         ConfigError, PermissionDenied: the run's spec cannot be read.
@@ -84,7 +84,7 @@ def _build_attempt_tags(run: RunDir, attempt: int) -> dict[str, str]:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the table with dotted keys, without empty values and with lists as text."""
+    """Return ``table`` as one level with dotted keys, without empty values and with lists as text."""
     result: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):

@@ -25,7 +25,7 @@ SUFFIX = ".clustertrain"
 
 
 class TensorBoard:
-    """Writes event files, each step once.
+    """Tracker that writes each step to event files once.
 
     Each start writes a new file, because readers move on to the next file by name after the end of one. Bytes that a
     killed process wrote after its last saved state are truncated and written again.
@@ -57,7 +57,7 @@ class TensorBoard:
         return self._last_step
 
     def _start_over(self) -> int:
-        """Delete all files, to write them again from the rows, after the newest one was deleted."""
+        """Delete all files because the newest one is missing; they are written again from the rows."""
         for path in self._event_files():
             path.unlink()
         self._last_step = -1
@@ -123,7 +123,7 @@ def _to_float32(value: float) -> float:
 
 
 def _metadata_summaries(metadata: RunMetadata, *, is_first: bool) -> list[Any]:
-    """Return summaries of the attempt's tags, and in the first file the settings for the tabs Text and HParams."""
+    """Return summaries of the attempt's tags, and in the first file the settings for the Text and HParams tabs."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     summaries = [_text_summary("attempt", _markdown_table(metadata.attempt_tags))] if metadata.attempt_tags else []
@@ -138,7 +138,7 @@ def _metadata_summaries(metadata: RunMetadata, *, is_first: bool) -> list[Any]:
 
 
 def _markdown_table(values: dict[str, Any]) -> str:
-    """Return a Markdown table for the tab Text."""
+    """Return a Markdown table for the Text tab."""
     rows = [f"| {key} | `{str(value).replace('|', chr(92) + '|')}` |" for key, value in values.items()]
     return "\n".join(["| key | value |", "|---|---|", *rows])
 

@@ -57,7 +57,7 @@ class TrackerState:
 
 
 class TrackerUploader:
-    """Uploads the rows of ``run`` to one tracker in a thread, so that a slow server delays no other tracker.
+    """Uploader of the rows of ``run`` to one tracker, in a thread, so that a slow server delays no other tracker.
 
     Args:
         get_ending: called after the last row.
@@ -87,7 +87,7 @@ class TrackerUploader:
         self.thread = threading.Thread(target=self._run_loop, name=f"tracking-{tracker.name}", daemon=True)
 
     def request_stop(self) -> None:
-        """Upload the rows written so far, then end."""
+        """Ask the thread to upload the rows written so far and then end."""
         self._stop.set()
 
     def _run_loop(self) -> None:
@@ -96,7 +96,7 @@ class TrackerUploader:
             try:
                 self._upload_until_stopped()
                 return
-            except Exception as e:  # the edge of a thread and of a library: its errors must not end the process
+            except Exception as e:  # the edge of a thread and of a library, whose errors must not end the process
                 self._tracker.abandon()
                 if self._has_logged or (isinstance(e, ConnectionError) and not self._was_reopened):
                     # The preemption signal goes to all processes of a job, and terminates W&B's service.
@@ -118,10 +118,10 @@ class TrackerUploader:
             if rows:
                 self._log_rows(rows)
             elif is_stopping:
-                outcome = self._get_ending()
-                if outcome is not None and (pending := follower.take_pending()):
+                ending = self._get_ending()
+                if ending is not None and (pending := follower.take_pending()):
                     self._log_rows(pending)
-                self._tracker.close(outcome)
+                self._tracker.close(ending)
                 self.failed = False
                 return
             else:
@@ -135,7 +135,7 @@ class TrackerUploader:
         self._last_error, self.failed, self._has_logged, self._was_reopened = None, False, True, False
 
     def _report_error(self, e: Exception) -> None:
-        """Report an error once per run of equal error types, so that a long server outage is one line."""
+        """Report consecutive errors of one type once, so that a long server outage is one line."""
         reason = f"{type(e).__name__}: {e}".strip()
         if type(e).__name__ != self._last_error:
             traceback.print_exception(e, limit=-4, file=sys.stderr)
@@ -144,7 +144,7 @@ class TrackerUploader:
 
 
 def make_tracker_dir(run: RunDir, name: str) -> Path:
-    """Return the folder of a tracker in the run directory, created if missing."""
+    """Return the folder of a tracker in the run folder; create it if it is missing."""
     path = run.tracking / name
     fsio.make_folder(path)
     return path

@@ -16,20 +16,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from clustertrain import fsio
-from clustertrain.errors import ConfigError
+from clustertrain.errors import EXIT_STOPPED, ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
 
 INIT_TIMEOUT_S = 60  # for the server's first response
-STOPPED_EXIT_CODE = 75  # as an agent that will resume
 
 
 class Wandb:
-    """Uploads rows to W&B, each step once.
+    """Tracker that uploads each step to W&B once.
 
-    The last uploaded step comes from the server online, and from the files offline, because the service that writes
-    them buffers and may have been killed.
+    Online, the last uploaded step comes from the server. Offline it comes from the files, because the service that
+    writes them buffers and may have been killed.
     """
 
     name = "wandb"
@@ -84,13 +83,13 @@ class Wandb:
     def log_rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
             timestamp = {"_timestamp": float(row["t"])} if "t" in row else {}
-            # Without commit, a row would wait for the next one.
+            # Without commit, W&B would hold a row until the next one.
             self._run.log({**scalars(row), **timestamp}, step=row["step"], commit=True)
 
     def close(self, ending: str | None) -> None:
         if ending is None:
             self._run.mark_preempting()
-        self._run.finish(exit_code={"completed": 0, None: STOPPED_EXIT_CODE}.get(ending, 1))
+        self._run.finish(exit_code={"completed": 0, None: EXIT_STOPPED}.get(ending, 1))
         self._run = None
         self._wandb.teardown()
 
@@ -101,7 +100,7 @@ class Wandb:
 
 
 def is_offline(requested: bool, environ: Mapping[str, str]) -> bool:
-    """Return whether to work offline: on request, or without a key, for which W&B would prompt in the terminal."""
+    """Return whether to work offline: on request, or without a key, because W&B would prompt for one."""
     mode = environ.get("WANDB_MODE", "")
     return requested or mode in ("offline", "dryrun") or (not mode and not has_api_key(environ))
 
@@ -120,7 +119,7 @@ def has_api_key(environ: Mapping[str, str]) -> bool:
 
 def find_last_offline_step(folder: Path, run_id: str) -> int:
     """Return the last step in the offline files of a run, -1 for none."""
-    # If two start in the same second, the second folder's name ends in a number.
+    # If two W&B runs start in the same second, the second folder's name ends in a number.
     files = folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb")
     return max((step for path in files for step in read_steps(path)), default=-1)
 

@@ -90,7 +90,7 @@ def exclude_samples(first: int, end: int) -> None:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.leave_out([(first, end)])
+        self.exclude([(first, end)])
 
     loader.Loader.__init__ = __init__  # type: ignore[method-assign]
 

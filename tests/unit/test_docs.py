@@ -68,11 +68,11 @@ def test_sample_cluster_profile_is_valid() -> None:
     assert sample is not None and build(tomllib.loads(sample[1]), ClusterProfile, "the sample").measured is not None
 
 
-def test_every_word_of_a_tp_plan_is_documented() -> None:
-    from clustertrain.train.distributed.tensor_parallel import WORDS
+def test_every_style_of_a_tp_plan_is_documented() -> None:
+    from clustertrain.train.distributed.tensor_parallel import STYLES
 
     text = SCRIPTS.read_text()
-    assert [w for w in WORDS if f"| `{w}` |" not in text] == []
+    assert [style for style in STYLES if f"| `{style}` |" not in text] == []
 
 
 def test_every_insight_is_documented() -> None:

@@ -1,4 +1,4 @@
-"""Check the data: samples as the model gets them, labels, duplicates, NaN and Inf, and whether targets match inputs."""
+"""Check the data: samples as the model sees them, labels, duplicates, NaN and Inf, and whether targets match inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clustertrain.train.data import permutation
 from clustertrain.train.data.describe import find_document_lengths, find_padding_fraction, format_documents
 from clustertrain.train.data.sample_checks import format_samples
 
-MAX_SAMPLES = 1024  # to check, in the run's order and therefore from all over the dataset
+MAX_SAMPLES = 1024  # to check, in the run's order and therefore from the whole dataset
 CONTIGUOUS_SAMPLES = 1024  # to check for shifted labels, in the dataset's order
 MAX_SHOWN = 4
 MAX_DUPLICATE_SHARE = 0.1  # of the samples
@@ -39,7 +39,7 @@ class SampleStats:
     non_finite: list[int] = field(default_factory=list)
     """Dataset indices of the samples with NaN or Inf."""
     shapes: Counter[str] = field(default_factory=Counter)
-    """Samples per types and shapes of inputs and target."""
+    """Number of samples by types and shapes of inputs and target."""
     labels: list[torch.Tensor] = field(default_factory=list)
     """The integer targets."""
     target_hashes: dict[str, set[str]] = field(default_factory=dict)
@@ -200,7 +200,7 @@ def assess_labels(stats: SampleStats, num_classes: int | None, subject: Subject)
         fix = "check how labels are read: with a single class there is nothing to learn"
         notes.append(("fail", f"all labels are {label}", fix))
     elif top_count > MAX_CLASS_SHARE * total:
-        fix = "use a metric other than accuracy, which a constant answer already satisfies"
+        fix = "use a metric other than accuracy, for which a constant answer already scores high"
         notes.append(("warn", f"{top_count / total:.0%} of the labels are {label}", fix))
     return notes
 
@@ -253,7 +253,7 @@ def _assess_alignment(
 
 
 def assess_shift(shift: int | None, *, has_model_loss: bool) -> list[Note]:
-    """Return a note if targets are not one token ahead of the inputs but ``shift`` tokens."""
+    """Return a note if targets are ``shift`` tokens ahead of the inputs instead of one."""
     if shift in (None, 1) or (shift == 0 and has_model_loss):
         return []
     if shift == 0:
@@ -276,11 +276,11 @@ def assess_slip(agreement: label_alignment.Agreement) -> list[Note]:
         f" (chance: {agreement.chance:.0%}), but {agreement.shares[slip]:.0%} if each sample takes the label"
         f" {label_alignment.format_slip(slip)}"
     )
-    return [("fail", text, "check how samples and labels are paired: one list is shifted against the other")]
+    return [("fail", text, "check how samples and labels are paired: one list is shifted relative to the other")]
 
 
 def format_sample(sample: Any, subject: Subject) -> str:
-    """Return one sample as a line: text as text, larger tensors by their range."""
+    """Return one sample as a line: text as text, larger tensors as their range."""
     inputs, target = _split_pair(sample)
     is_bytes = subject.recipe.data_kind in ("text", "pairs") and subject.recipe.model.vocab_size == 256
     input_text = ", ".join(_format_tensor(t, is_bytes) for t in _as_tensors(inputs))

@@ -1,4 +1,4 @@
-"""A mode that computes in float64 even where code requests float32, for gradient checks to ten digits."""
+"""A mode that computes in float64 even where code requests float32, so that gradients can be checked to ten digits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _has_narrower_dtype(args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def force_float64() -> Iterator[None]:
-    """Make float64 the default type, and the result of every request for a narrower one, inside the ``with``."""
+    """Make float64 the default dtype, and the result of each request for a narrower one, inside the ``with`` block."""
     previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,8 +1,8 @@
 """Compare gradients with central differences, in float64 on the CPU and on few samples.
 
-The loss is evaluated on both sides of each parameter, along a random direction and along the element with the largest
-gradient; the difference gives the slope without autograd. If a gradient is wrong, each module is checked alone with
-its recorded inputs, innermost first: the first wrong module contains the bug.
+The loss is evaluated on both sides of each parameter's value, along a random direction and along the element with the
+largest gradient; the difference gives the slope without autograd. If a gradient is wrong, each module is checked alone
+with its recorded inputs, innermost first: the first wrong module contains the bug.
 
 Initial values are often special: a weight of 0 before a rectifier puts every unit at its kink, where no gradient
 exists. The parameters are therefore perturbed first, and if the one-sided slopes differ, any value between them passes.
@@ -27,7 +27,7 @@ from clustertrain.train.trainer import Trainer
 
 PASS_BELOW, FAIL_ABOVE = 1e-7, 1e-5  # of the relative error
 STEP_SIZES = (1e-4, 1e-5, 1e-6)  # relative to the parameter: larger steps add curvature, smaller ones rounding
-MAX_PARAMETERS = 20_000_000  # of a user's model, which runs in float64 and many times
+MAX_PARAMETERS = 20_000_000  # of a user's model, which runs many times, in float64
 MAX_TENSORS = 60
 PERTURBATION = 0.02  # standard deviation of the noise added to each element
 ROUNDING_FACTOR = 8  # times the rounding error of one number: the loss is a sum of many
@@ -212,7 +212,7 @@ def _compute_slope(
     loss: Callable[[], torch.Tensor],
     loss_value: float,
 ) -> Slope:
-    """Return the slope for the step size that agrees best; ``loss_value`` is the loss at the current parameters."""
+    """Return the slope at the step size that agrees best; ``loss_value`` is the loss at the current parameters."""
     analytic, candidates = float((grad * direction).sum()), []
     size = max(1.0, float(p.norm()))
     for h in (s * size for s in STEP_SIZES):

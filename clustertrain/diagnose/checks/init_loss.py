@@ -20,7 +20,7 @@ from clustertrain.diagnose.subject import Subject, infer_num_classes, load_batch
 
 BATCHES = 8
 TOLERANCE = 0.1  # of the expected loss
-MIN_TOLERANCE = 0.25  # logits add half their variance to the loss, and a usual standard deviation is 0.6
+MIN_TOLERANCE = 0.25  # logits add half their variance to the loss, and a typical standard deviation is 0.6
 FAIL_TOLERANCE = 0.5  # of the expected loss: only a bug explains a larger difference
 MAX_SHOWN = 5
 

@@ -20,7 +20,6 @@ SLIPS = (0, 1, -1, 2, -2)  # samples
 MIN_SLIP_DEVIATIONS = 6.0  # standard deviations above chance that prove a slip
 MIN_ALIGNED_DEVIATIONS = 3.0  # standard deviations above chance that prove unshifted labels
 MAX_FEATURES = 512
-NEIGHBOURS = 1
 
 
 def find_token_shift(inputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> int | None:
@@ -48,7 +47,7 @@ class Agreement:
 
     @property
     def slip(self) -> int | None:
-        """Return the slip of the labels, 0 if they match their samples, None if the data does not tell."""
+        """Return the slip of the labels, 0 if they match their samples, None if the data is inconclusive."""
         best = max(self.deviations, key=lambda slip: self.deviations[slip])
         if self.deviations[0] >= MIN_ALIGNED_DEVIATIONS or self.deviations[best] < MIN_SLIP_DEVIATIONS:
             return 0 if self.deviations[0] >= MIN_ALIGNED_DEVIATIONS else None
@@ -74,29 +73,30 @@ def measure_agreement(features: torch.Tensor, labels: torch.Tensor) -> Agreement
     chance = 0.0
     for slip in SLIPS:
         # labels[i + slip] is the right label of sample i if the labels are shifted by ``slip``.
-        own_labels, neighbour_labels = labels[interior + slip], labels[nearest[interior] + slip]
+        sample_labels, neighbor_labels = labels[interior + slip], labels[nearest[interior] + slip]
         if labels.is_floating_point():
-            share, deviation = _correlation(own_labels, neighbour_labels)
+            share, deviation = _correlation(sample_labels, neighbor_labels)
         else:
-            chance = sum((n / len(own_labels)) ** 2 for n in Counter(own_labels.tolist()).values())
+            chance = sum((n / len(sample_labels)) ** 2 for n in Counter(sample_labels.tolist()).values())
             if chance >= 1.0:
                 return None
-            share = float((own_labels == neighbour_labels).double().mean())
-            deviation = (share - chance) / math.sqrt(chance * (1 - chance) / len(own_labels))
+            share = float((sample_labels == neighbor_labels).double().mean())
+            deviation = (share - chance) / math.sqrt(chance * (1 - chance) / len(sample_labels))
         shares[slip], deviations[slip] = share, deviation
     return Agreement(shares, deviations, chance)
 
 
-def _correlation(own_labels: torch.Tensor, neighbour_labels: torch.Tensor) -> tuple[float, float]:
+def _correlation(sample_labels: torch.Tensor, neighbor_labels: torch.Tensor) -> tuple[float, float]:
     """Return the correlation averaged over the columns, and its standard deviations above 0."""
     a, b = (
-        x.double().reshape(len(x), -1) - x.double().reshape(len(x), -1).mean(0) for x in (own_labels, neighbour_labels)
+        x.double().reshape(len(x), -1) - x.double().reshape(len(x), -1).mean(0)
+        for x in (sample_labels, neighbor_labels)
     )
     spread = (a.square().sum(0) * b.square().sum(0)).sqrt()
     if not bool((spread > 0).any()):
         return 0.0, 0.0
     correlation = float(((a * b).sum(0) / spread.clamp(min=1e-300)).mean())
-    return correlation, correlation * math.sqrt(len(own_labels))
+    return correlation, correlation * math.sqrt(len(sample_labels))
 
 
 def _reduce_features(features: torch.Tensor) -> torch.Tensor:

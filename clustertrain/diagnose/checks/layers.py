@@ -1,4 +1,4 @@
-"""Check the first steps layer by layer: gradient norms of similar size, dead units, activations that grow or vanish."""
+"""Check the first steps layer by layer: differences in gradient norm, dead units, activations that grow or vanish."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from clustertrain.diagnose.registry import Finding, Verdict, worst_verdict
 from clustertrain.diagnose.subject import Subject, collect_tensors, load_batch, mean_loss
 from clustertrain.train.distributed.data_parallel import repeated_layers
 
-WARMUP_STEPS = 3  # before the measurement: a residual block initialized to 0 has no gradient inside at first
+WARMUP_STEPS = 3  # before measuring, because a residual block initialized to 0 has no gradient inside at first
 BATCHES = 4
-SAMPLES = 32  # at least; a unit that is 0 on all of them is dead
+SAMPLES = 32  # minimum; a unit that is 0 on all of them is dead
 WARN_FACTOR, FAIL_FACTOR = 10.0, 100.0  # a layer's gradient norm relative to the median
 FAIL_DEAD_SHARE, WARN_DEAD_SHARE = 0.5, 0.25  # of a layer's units
 MAX_RMS, MIN_RMS = 1e3, 1e-5  # of an activation
@@ -95,7 +95,7 @@ def _gradient_norm(module: nn.Module) -> float:
 
 
 class _ActivationRecorder(TorchFunctionMode):
-    """Records rectifier outputs and layer activations by the name of the module that runs."""
+    """Recorder of rectifier outputs and layer activations, by the name of the module that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _ActivationRecorder(TorchFunctionMode):
 
     @contextmanager
     def record(self, model: nn.Module) -> Iterator[None]:
-        """Record the forward passes of ``model`` inside the ``with``."""
+        """Record the forward passes of ``model`` inside the ``with`` block."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(self._pre_hook(name or "the root module")))
@@ -180,7 +180,7 @@ def assess_dead_units(dead_shares: dict[str, float]) -> tuple[Verdict, str, str]
         return "pass", "no rectifiers, so no dead units", ""
     name, share = max(dead_shares.items(), key=lambda kv: kv[1])
     text = f"{share:.0%} of the units of {name} are dead"
-    fix = "use a lower learning rate, biases of 0, He initialization (He et al.), leaky_relu or gelu"
+    fix = "use a lower learning rate, biases of 0, He initialization, leaky_relu or gelu"
     if share >= FAIL_DEAD_SHARE:
         return "fail", text, fix
     return ("warn", text, fix) if share >= WARN_DEAD_SHARE else ("pass", f"at most {share:.0%} dead units", "")

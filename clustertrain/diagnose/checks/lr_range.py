@@ -19,7 +19,7 @@ from clustertrain.train.optim.lr_schedule import set_lr
 MIN_LR, MAX_LR = 1e-7, 10.0
 SWEEP_STEPS = 120  # 15 per decade
 SMOOTHING = 0.8  # decay of the running mean of the loss
-DIVERGENCE_FACTOR = 1.5  # the sweep ends once the loss has risen by this factor of its fall
+DIVERGENCE_FACTOR = 1.5  # the sweep ends once the loss has risen by this factor times its fall
 SUGGESTION_FACTOR = 0.1  # of the rate at which the loss starts to rise
 TRIAL_FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)  # rates of the short trainings, relative to the suggestion
 TRIAL_STEPS = 40
@@ -101,7 +101,7 @@ def _run_trial(subject: Subject, rate: float, on_progress: Any) -> tuple[float, 
 
 
 def smooth_losses(losses: list[float]) -> list[float]:
-    """Return the exponential moving average of ``losses``, corrected for its start at 0."""
+    """Return the exponential moving average of ``losses``, with bias correction for its start at 0."""
     mean, averages = 0.0, []
     for i, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss

@@ -91,14 +91,14 @@ def _assess_training_mode(trainer: Trainer, batch: Any) -> tuple[list[Note], dic
             (
                 "warn",
                 f"in eval mode while training: {_format_names(eval_after_step)}",
-                "ignore this if they are frozen on purpose",
+                "ignore this if they are meant to be frozen",
             )
         )
     elif initially_eval:
         fix = "return model.train() from model.entry; pretrained models load in eval mode"
         notes.append(("fail", f"built in eval mode and would train in it: {_format_names(initially_eval)}", fix))
     elif eval_after_step:
-        fix = "call train() again after eval(), best in a `finally`"
+        fix = "call train() again after eval(), preferably in a `finally` block"
         text = f"in eval mode after a step and for the rest of the run: {_format_names(eval_after_step)}"
         notes.append(("fail", text, fix))
     return notes, {
@@ -132,7 +132,7 @@ def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
         fix = "pass training=self.training to F.dropout; add noise only `if self.training`"
         notes.append(("fail", "two passes in eval mode give different outputs: dropout or noise is active", fix))
     if changed_buffers:
-        fix = "update running statistics only `if self.training`; else the model learns from validation data"
+        fix = "update running statistics only `if self.training`; otherwise the model learns from validation data"
         notes.append(("fail", f"evaluation changes the buffers {_format_names(changed_buffers)}", fix))
     if still_eval and not _all_frozen(model, still_eval):
         fix = "make train(mode) pass its mode to submodules"
@@ -165,7 +165,7 @@ def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
         fix = "look for detach(), .item(), no_grad or argmax between the parameters and the loss"
         notes.append(("fail", "no parameter has a nonzero gradient", fix))
     if unused:
-        fix = "use them in forward, remove or freeze them; DistributedDataParallel waits for their gradients forever"
+        fix = "use them in forward, remove or freeze them; DistributedDataParallel needs a gradient of every parameter"
         notes.append(("fail", f"without a gradient: {_format_names(unused)}", fix))
     if not_updated:
         fix = "pass these parameters to the optimizer, not copies of them"

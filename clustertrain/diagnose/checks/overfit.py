@@ -1,6 +1,6 @@
 """Check that the model can memorize eight samples.
 
-This quickly tests model, loss, gradients and optimizer together: a model that cannot do it will not learn more samples.
+This quickly tests model, loss, gradients and optimizer together: a model that cannot do it cannot learn more samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STOP_FRACTION = 0.01  # further steps would show nothing more
 WARN_FRACTION = 0.5
 MIN_FALL = 0.02  # a smaller fall does not count
 NOISY_SPREAD = 0.25  # between the largest and smallest loss of the last steps
-LR_FACTORS = (1.0, 10.0, 0.1)  # times optim.lr, tried until one passes
+LR_FACTORS = (1.0, 10.0, 0.1)  # of optim.lr, tried until one passes
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,23 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         "floor": best.floor,
         "trials": [
             {
-                "lr": a.lr,
-                "steps": len(a.losses),
-                "first_loss": a.losses[0],
-                "last_loss": a.losses[-1],
-                "remaining_fraction": a.remaining_fraction,
+                "lr": trial.lr,
+                "steps": len(trial.losses),
+                "first_loss": trial.losses[0],
+                "last_loss": trial.losses[-1],
+                "remaining_fraction": trial.remaining_fraction,
             }
-            for a in trials
+            for trial in trials
         ],
         "losses": best.losses,
     }
     rows = [
         (
-            f"lr {a.lr:.3g}",
-            f"{a.losses[0]:.4g} to {a.losses[-1]:.4g} in {len(a.losses)} steps ({a.remaining_fraction:.1%} remains)",
+            f"lr {trial.lr:.3g}",
+            f"{trial.losses[0]:.4g} to {trial.losses[-1]:.4g} in {len(trial.losses)} steps"
+            f" ({trial.remaining_fraction:.1%} remains)",
         )
-        for a in trials
+        for trial in trials
     ]
     x = [float(i) for i in range(len(best.losses))]
     plot = Plot(x_name="step", y_name="loss", x=x, y=best.losses)
@@ -101,7 +102,7 @@ def _run_trial(subject: Subject, lr: float, on_progress: ProgressCallback, trial
 
 
 def _loss_floor(target: Any) -> float:
-    """Return the lowest possible loss: the entropy of targets that are probabilities, else 0."""
+    """Return the lowest possible loss: the entropy of targets that are probabilities, otherwise 0."""
     if isinstance(target, torch.Tensor) and target.is_floating_point() and target.dim() > 1:
         sums = target.sum(-1)
         if bool((target >= 0).all()) and bool(torch.isclose(sums, torch.ones_like(sums)).all()):
@@ -126,7 +127,8 @@ def assess(trials: list[OverfitTrial], samples: int) -> tuple[Verdict, str, str]
             f"the loss of {samples_text} falls, but {best.remaining_fraction:.0%} of it remains after"
             f" {len(best.losses)} steps"
         )
-        return "warn", text, "look for a too small model, a clipped loss, or equal inputs with different targets"
+        fix = "look for a model that is too small, a clipped loss, or equal inputs with different targets"
+        return "warn", text, fix
     if not math.isfinite(best.remaining_fraction):
         fix = "run `clustertrain diagnose gradients`, and look for a log or a root of 0"
         return "fail", f"the loss of {samples_text} becomes NaN or Inf at every rate", fix

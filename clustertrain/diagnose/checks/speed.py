@@ -1,4 +1,4 @@
-"""Measure where a step's time goes and how fast the dataset is read: whether the device waits for data."""
+"""Measure where a step's time goes and how fast the dataset is read, to find out whether the device waits for data."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _measure_parts(trainer: Trainer, subject: Subject, on_progress: Any) -> dict
 
 @contextmanager
 def _timed_step(trainer: Trainer, step: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Yield a dictionary that holds the seconds of each part after the ``with``."""
+    """Yield a dictionary that holds the seconds of each part after the ``with`` block."""
     parts: dict[str, float] = {}
     profiler = Profiler(range(step, step + 1), folder, step, trainer.session.device, lambda name, **fields: None)
     profiler.begin(step)
@@ -118,7 +118,7 @@ def _timed_step(trainer: Trainer, step: int, folder: Path) -> Iterator[dict[str,
 
 
 def _measure_samples_per_s(subject: Subject, workers: int) -> float:
-    """Return the samples per second that a loader with ``workers`` reads on an idle machine, without its startup."""
+    """Return the samples per second that a loader with ``workers`` reads on an idle machine, excluding its startup."""
     dataset = subject.build_task().dataset
     micro_batch = subject.batch.micro_batch
     loader = Loader(

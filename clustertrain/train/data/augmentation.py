@@ -18,8 +18,9 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AugmentedImages:
-    """Augmented samples of ``images``: bytes (height, width, channels) and the class, or with mixup the fp32 class
-    probabilities (classes,) of the two mixed images.
+    """Randomly augmented samples of ``images``: the image as bytes (height, width, channels), and its class.
+
+    With mixup, the class is replaced by the fp32 class probabilities (classes,) of the two mixed images.
 
     The second image of a mix is drawn at random rather than taken from the micro-batch; otherwise results would depend
     on how the global batch is split.
@@ -54,7 +55,7 @@ class AugmentedImages:
         return _to_uint8(torch.lerp(other, image, lam)), probabilities
 
     def where(self, i: int) -> str:
-        """Return a description of sample ``i``: that of the underlying dataset if it has one."""
+        """Return a description of sample ``i``, from the underlying dataset if that has one."""
         describe = getattr(self.images, "where", None)
         return str(describe(i)) if callable(describe) else f"of {self.name}, randomly augmented"
 

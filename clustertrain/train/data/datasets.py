@@ -76,11 +76,11 @@ def _build_dataset(recipe: Recipe, data: DataSpec) -> Any:
 
 
 def build_image_dataset(spec: DataSpec) -> ImageDataset:
-    """Return the dataset at ``data.path``: ``shapes``, ``digits``, an ``.npz`` file, or a folder with one per class.
+    """Return the dataset at ``data.path``: ``shapes``, ``digits``, an ``.npz`` file, or a folder of class subfolders.
 
     Raises:
-        ConfigError: it is none of these, or does not hold what it should.
-        UnsuitableEnvironment: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
+        ConfigError: the path is none of these, or its contents are invalid.
+        UnsuitableEnvironment: a folder needs Pillow, or ``digits`` needs scikit-learn, which is not installed.
     """
     if spec.path in ("", SHAPES):
         return Shapes(spec.image_size)
@@ -93,7 +93,7 @@ def build_image_dataset(spec: DataSpec) -> ImageDataset:
         return ImageArrays(path)
     raise ConfigError(
         f"data.path = {spec.path!r}: no such file or folder",
-        fix="every node must see it; 'shapes' needs no file",
+        fix="use a path that every node can read; 'shapes' needs no file",
     )
 
 
@@ -119,7 +119,7 @@ def _build_from_entry(data: DataSpec) -> Any:
 
 
 class _VersionedDataset:
-    """A dataset without a version, given one made of its entry and arguments: other arguments mean other data."""
+    """Wrapper that gives a dataset a version made of its entry and arguments: other arguments mean other data."""
 
     def __init__(self, dataset: Any, version: str) -> None:
         self._dataset = dataset
@@ -141,8 +141,8 @@ def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> L
     """Return the input limits of ``model``.
 
     They come from the recipe for a built-in model, and from the attributes ``vocab_size``, ``classes`` and
-    ``max_seq_len`` (where present) for an entry. With ``has_model_loss`` the targets have an unknown meaning and no
-    limit.
+    ``max_seq_len`` (where present) for an entry. With ``has_model_loss`` the meaning of the targets is unknown, so they
+    have no limit.
     """
     spec = recipe.model
     targets_are_classes = recipe.objective_kind == "cross-entropy" and not has_model_loss

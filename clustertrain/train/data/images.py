@@ -17,7 +17,7 @@ from clustertrain.config.checks.slice_checks import class_slices
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.seeds import derive_seed
 
-_MAX_STAT_FILES = 1000  # files of a folder whose sizes enter its version
+_MAX_STAT_FILES = 1000  # files of a folder whose sizes are part of its version
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
@@ -107,14 +107,14 @@ class Shapes(LabelSlices):
 
 
 class ImageArrays(LabelSlices):
-    """An ``.npz`` file with ``images`` (count, height, width, channels) of bytes and ``labels`` (count,),
-    in memory."""
+    """Contents of an ``.npz`` file, in memory: ``images`` (count, height, width, channels) as bytes and ``labels``
+    (count,)."""
 
     def __init__(self, path: Path) -> None:
         """Load the file without unpickling.
 
         Raises:
-            ConfigError: the file is not such an archive.
+            ConfigError: the file is not an archive with these arrays.
         """
         try:
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
@@ -148,7 +148,7 @@ class ImageArrays(LabelSlices):
 
 
 class ImageFolder(LabelSlices):
-    """A folder with one subfolder per class, numbered in order of their names.
+    """A folder with one subfolder per class; classes are numbered in order of their names.
 
     Images are loaded as RGB, scaled so that the shorter side fits, and center-cropped.
     """
@@ -186,8 +186,7 @@ class ImageFolder(LabelSlices):
         self.version = self._compute_version(path)
 
     def _compute_version(self, root: Path) -> str:
-        """Return a hash of all file names and some sizes: reading every size takes minutes on a parallel file
-        system."""
+        """Return a hash of all file names and some sizes; reading all sizes takes minutes on a parallel file system."""
         digest = xxhash.xxh3_64("\n".join(str(f.relative_to(root)) for f, _ in self._files).encode())
         step = -(-len(self._files) // _MAX_STAT_FILES)
         digest.update(repr([f.stat().st_size for f, _ in self._files[::step]]).encode())

@@ -1,4 +1,4 @@
-"""Batches in a global order that is independent of the number of ranks and workers and resumes from one position."""
+"""Batches in a global order that does not depend on the number of ranks and workers and resumes from one position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PADDING_POSITION = -1  # position of a sample that only fills a micro-batch and
 
 
 class _MicroBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Endless micro-batches of (sample, position) pairs of one rank, starting at position ``start``."""
+    """Endless sequence of one rank's micro-batches as (sample, position) pairs, from position ``start`` on."""
 
     def __init__(self, loader: Loader, start: int) -> None:
         self._loader = loader
@@ -48,12 +48,12 @@ class _MicroBatchSampler(Sampler[list[tuple[int, int]]]):
 class Loader:
     """Endless iterator over this rank's part of each global batch; one item per optimizer step.
 
-    An item is a collated batch on the session's device, or with ``micro_batch`` a list of them, equally many on all
-    ranks. The state consists of ``position``, the excluded ranges and the dataset's ``version`` string, which a resume
-    compares.
+    An item is a collated batch on the session's device. With ``micro_batch`` it is a list of them, of the same length
+    on all ranks. The state consists of ``position``, the excluded ranges and the dataset's ``version`` string, which a
+    resume compares.
 
     If the global batch does not divide evenly (``ragged``), micro-batches differ in size. A rank that runs out of
-    samples repeats its first one with position -1, which does not count.
+    samples repeats its first one with position -1, which excludes it from the loss.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Loader:
         return pairs
 
     def describe_batch(self, position: int, micro_batch: int = -1) -> str:
-        """Return a text naming the samples of the global batch at ``position``.
+        """Return a text that names the samples of the global batch at ``position``.
 
         With ``micro_batch``, numbered over all data-parallel ranks, it names only the samples of that micro-batch.
         """
@@ -160,10 +160,10 @@ class Loader:
         first, count = self._excluded.included_runs(position, self.global_batch)[-1]
         return first + count
 
-    def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+    def exclude(self, ranges: Sequence[Sequence[int]]) -> None:
         """Skip these (first, end) ranges of positions from now on, in addition to earlier ones.
 
-        Ranges are independent of the number of ranks and part of the state.
+        The ranges do not depend on the number of ranks, and are part of the state.
         """
         self.close()
         for first, end in ranges:
@@ -194,7 +194,7 @@ class Loader:
         is_run_start = self.position == 0 and not self._excluded.ranges
         reader = BatchReader(self._dataset, self._seed, SampleChecker(self._limits, check_finite=is_run_start))
         if self._workers == 0:
-            # DataLoader's iterator draws from torch's global generator, so a resume would draw once more.
+            # No DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
             return (reader.read(keys) for keys in _MicroBatchSampler(self, self.position))
         seed, positions = derive_seed(self._seed, "workers"), _MicroBatchSampler(self, self.position)
         iterator, self._shutdown_flag = prefetch_batches(
@@ -251,8 +251,8 @@ def prefetch_batches(
 ) -> tuple[Iterator[Any], Any]:
     """Return an iterator over micro-batches read by worker processes, and their shutdown flag.
 
-    Each worker keeps ``prefetch`` micro-batches ready; pass each through :func:`unwrap_batch`. Set the flag's value to
-    1 before dropping the iterator, so that the workers may end.
+    Each worker keeps ``prefetch`` micro-batches ready. Pass each micro-batch through :func:`unwrap_batch`. Set the
+    flag's value to 1 before dropping the iterator, so that the workers can exit.
     """
     _check_tmpdir()
     shutdown_flag = multiprocessing.get_context().Value("b", 0, lock=False)
@@ -266,7 +266,8 @@ def prefetch_batches(
         worker_init_fn=_WorkerSignals(shutdown_flag),
         generator=torch.Generator().manual_seed(seed),
     )
-    # Blocked until the worker installs its handlers: until then a warning signal to the job would kill it.
+    # Workers inherit the mask until they install their handlers: before that, a warning signal to the job would kill
+    # them.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         return iter(loader), shutdown_flag
@@ -277,7 +278,7 @@ def prefetch_batches(
 def _check_tmpdir() -> None:
     """Raise UnsuitableEnvironment if TMPDIR is too long for the workers' sockets.
 
-    Python only logs the error, workers deliver no batch, and the rank would wait forever.
+    Otherwise Python only logs an error, the workers deliver no batch, and the rank waits forever.
     """
     tmpdir = tempfile.gettempdir()
     if len(os.fsencode(tmpdir)) > MAX_TMPDIR_LENGTH:
@@ -288,9 +289,9 @@ def _check_tmpdir() -> None:
 
 
 def unwrap_batch(batch: Any) -> Any:
-    """Return a reader's batch, converting a list to a tuple.
+    """Return a reader's batch, with a list converted to a tuple.
 
-    Torch turns tuples into lists, and here a list means micro-batches.
+    torch turns tuples into lists, and in this package a list means micro-batches.
 
     Raises:
         ConfigError: a worker reported a failure.
@@ -322,9 +323,9 @@ def _identity_collate(batch: Any) -> Any:
 
 
 def resolve_workers(requested: int, device: torch.device, cores: int) -> int:
-    """Return the number of workers for a rank with ``cores`` cores, for ``data.workers = requested``.
+    """Return the number of workers of a rank with ``cores`` cores, for ``data.workers = requested``.
 
-    -1 leaves one core to the rank, and on CPU, where ranks compute, all cores.
+    With -1, one core is left for the rank. On the CPU all cores are, because the rank computes on them.
     """
     if requested >= 0:
         return requested

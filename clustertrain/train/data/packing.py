@@ -41,9 +41,10 @@ class Packing:
 def pack(starts: IntArray, lengths: IntArray, size: int) -> Packing:
     """Pack documents into samples of ``size`` predictions.
 
-    A document of n tokens has n - 1 predictions. A longer one is split into chunks, each starting with the last token
-    of the one before. Within windows of :data:`PACKING_WINDOW` chunks, the longest is placed first, each where it
-    leaves the least room ("best fit decreasing"; Johnson, "Near-optimal bin packing algorithms", 1973).
+    A document of n tokens has n - 1 predictions. One with more than ``size`` is split into chunks, each starting with
+    the last token of the previous one. Within each window of :data:`PACKING_WINDOW` chunks, the longest is placed
+    first, and each goes into the sample where it leaves the least room ("best fit decreasing"; Johnson, "Near-optimal
+    bin packing algorithms", 1973).
 
     Args:
         starts: first token of each document, (documents,).

@@ -2,7 +2,7 @@
 
 A Feistel network permutes the integers below a power of four; a result outside the dataset is permuted again until it
 falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Every rank can thus
-compute sample i of an epoch without a list of all samples, also right after a resume.
+compute sample i of an epoch without a list of all samples, even right after a resume.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceTransfer:
-    """Copy of batches to a GPU on a separate stream, so that a transfer overlaps with the step before it.
+    """Copy of batches to a GPU on a separate stream, so that a transfer overlaps with the previous step.
 
     Kernels that use the batch wait for it; the host does not. On the CPU the batch is returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""Checks of samples on the host, which name the bad sample; a device would only report an assertion."""
+"""Checks of samples on the host, which name the bad sample; a GPU would only report a failed assertion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits:
 
 
 def describe_sample(dataset: Any, sample: int) -> str:
-    """Return a text naming the sample: its number, and the result of ``dataset.where(sample)`` if the method exists."""
+    """Return a text that names the sample by its number and, if that method exists, ``dataset.where(sample)``."""
     describe = getattr(dataset, "where", None)
     return f"sample {sample} ({describe(sample)})" if callable(describe) else f"sample {sample}"
 
@@ -50,7 +50,7 @@ class SampleChecker:
     def __init__(self, limits: Limits, *, check_finite: bool = True) -> None:
         """Check for NaN and Inf only with ``check_finite``, which is meant for the start of a run.
 
-        After a resume, a sample whose step would have been skipped and counted must not end the run.
+        After a resume, a bad sample must not end the run: its step is skipped and counted, as without the interruption.
         """
         self._limits = limits
         self._batches_checked = 0 if check_finite else FINITE_CHECK_BATCHES
@@ -129,7 +129,7 @@ def _check_range(
 def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of ``batch`` with its name."""
     if isinstance(batch, torch.Tensor):
-        yield name or "it", batch
+        yield name or "the tensor", batch
     elif isinstance(batch, dict):
         for key, value in batch.items():
             yield from named_tensors(value, f"{name}[{key!r}]")
@@ -141,7 +141,7 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 def _find_nonfinite(tensor: torch.Tensor) -> Iterator[tuple[int, float]]:
     """Yield (row, value) of the first NaN or Inf in each row."""
-    # The sum of finite terms is finite unless it overflows, and 40 times as fast as checking each term.
+    # The sum of finite terms is finite unless it overflows, and takes a fortieth of the time of checking each term.
     if not tensor.is_floating_point() or not tensor.dim() or bool(torch.isfinite(tensor.sum())):
         return
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]

@@ -28,17 +28,17 @@ class MapStyleDataset(Protocol):
 
 @dataclass(frozen=True)
 class ReadFailure:
-    """A worker's ConfigError: DataLoader would replace the message of a raised one with a traceback."""
+    """A worker's ConfigError, returned as a value: DataLoader would replace a raised one's message by a traceback."""
 
     message: str
     fix: str | None
 
 
 class BatchReader(Dataset[Any]):
-    """Micro-batches by the keys of their samples.
+    """Reader of micro-batches, given the keys of their samples.
 
     Python's, numpy's and torch's generators are seeded with the position before each sample is read, so random
-    augmentation is independent of ranks, workers and interruptions.
+    augmentation does not depend on ranks, workers and interruptions.
     """
 
     def __init__(self, dataset: MapStyleDataset, seed: int, checker: SampleChecker | None = None) -> None:
@@ -101,7 +101,7 @@ class BatchReader(Dataset[Any]):
 
 
 def format_structure(sample: Any) -> str:
-    """Return a text with the types and shapes of a sample."""
+    """Return the types and shapes in a sample as text."""
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
     if isinstance(sample, dict):

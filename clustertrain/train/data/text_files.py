@@ -25,17 +25,17 @@ def list_files(spec: DataSpec) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ConfigError(
-            f"data.path = {spec.path!r}: no such file or folder", fix="check the path, which every node must see"
+            f"data.path = {spec.path!r}: no such file or folder", fix="use a path that every node can read"
         )
     matches: list[str] = []
     for folder, subfolders, names in os.walk(root):
-        # Pruned while walking: site-packages inside the standard library's folder can be larger than all of it.
+        # Prune while walking: site-packages, in the standard library's folder, can be larger than the library itself.
         subfolders[:] = [n for n in subfolders if n not in _EXCLUDED_DIRS]
         if "/" in spec.pattern:
             matched = [n for n in names if PurePath(folder, n).match(spec.pattern)]
-        else:  # the same in a tenth of the time
+        else:  # the same result in a tenth of the time
             matched = fnmatch.filter(names, spec.pattern)
         matches += [f"{folder}/{n}" for n in matched]
     if not matches:
         raise ConfigError(f"data.path = {spec.path!r}: no file matches data.pattern = {spec.pattern!r}")
-    return [Path(p) for p in sorted(matches)]  # all start with the folder, so its part does not change the order
+    return [Path(p) for p in sorted(matches)]  # all start with root, which thus does not affect the order

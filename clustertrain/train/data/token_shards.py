@@ -1,6 +1,6 @@
 """Pre-tokenized data in memory-mapped shards, which all processes of a node share without copies.
 
-:mod:`clustertrain.config.token_shards` defines the format.
+:mod:`clustertrain.config.parsing.token_shards` defines the format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.packing import IntArray, Packing, pack
 
-_HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that enter the version
+_HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that are hashed for the version
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -85,7 +85,7 @@ class TokenCorpus:
                 tokens: TokenArray = np.load(path, mmap_mode="r", allow_pickle=False)
             else:
                 size = path.stat().st_size
-                # mmap refuses an empty file.
+                # mmap rejects an empty file.
                 tokens = (
                     np.memmap(path, dtype=np.dtype(self._index.dtype), mode="r") if size else np.zeros(0, np.uint16)
                 )
@@ -127,7 +127,7 @@ class TokenCorpus:
         return ends
 
     def _compute_version(self) -> str:
-        """Return a hash of the index and each shard's length, first and last bytes; a corpus may have a terabyte."""
+        """Return a hash of the index and each shard's length, first and last bytes; a corpus can be a terabyte."""
         digest = xxhash.xxh3_64()
         for shard, tokens in zip(self._index.shards, self._maps, strict=True):
             count = _HASHED_BYTES // tokens.itemsize
@@ -138,7 +138,7 @@ class TokenCorpus:
 
 
 class TokenWindows:
-    """Samples (inputs, targets), both int64 (seq_len,), from documents joined without a break.
+    """Samples (inputs, targets), both int64 (seq_len,), from concatenated documents.
 
     Inputs are the tokens from ``i * seq_len`` on; targets are the same tokens shifted by one.
     """
@@ -176,8 +176,8 @@ class TokenWindows:
 class PackedTokens:
     """Samples (inputs, targets), both int64 (seq_len,), of documents packed without splitting where possible.
 
-    Each target is the next token of the same document. The rest is padded with token 0 and ignored targets. Attention
-    is not masked at document boundaries: tokens also see earlier documents of the sample.
+    Each target is the next token of the same document. Remaining positions are padded with token 0 and ignored targets.
+    Attention is not masked at document boundaries: tokens also attend to earlier documents of the sample.
     """
 
     def __init__(self, corpus: TokenCorpus, packing: Packing, ignore_index: int, version: str) -> None:

@@ -1,4 +1,4 @@
-"""Writer of token shards. Imports no torch, which login nodes may lack."""
+"""Writing of token shards. Does not import torch, which login nodes may lack."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def write(
 ) -> ShardIndex:
     """Write ``documents``, sequences of tokens, to shards of about ``shard_tokens`` tokens in ``folder``.
 
-    Empty documents are skipped. The index is written last, so a folder without one is incomplete; a failure removes
-    everything.
+    Empty documents are skipped. The index is written last, so a folder without one is incomplete. A failed call removes
+    everything that it wrote.
 
     Raises:
         ConfigError: the folder cannot be created or is not empty, a token does not fit ``dtype``, or no document has
@@ -74,7 +74,7 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
                 path.unlink()
             for path in missing:
                 path.rmdir()
-        if isinstance(e, OSError) and e.filename is None:  # a write out of disk space names no file
+        if isinstance(e, OSError) and e.filename is None:  # write() on a full disk reports no file
             e.filename = str(folder)
         raise
 
@@ -133,7 +133,8 @@ def read_documents(path: Path, pattern: str, unit: DocumentUnit, key: str) -> It
     lines.
 
     Raises:
-        ConfigError: the path is missing, no file matches ``pattern``, or a line is not such JSON.
+        ConfigError: the path is missing, no file matches ``pattern``, or a line is not a JSON object with such a
+            string.
     """
     for file in list_files(DataSpec(path=str(path), pattern=pattern)):
         if unit == "files":

@@ -14,7 +14,7 @@ from clustertrain.train.data.permutation import Permutation
 from clustertrain.train.data.sample_checks import describe_sample
 
 MAX_SPANS = 16  # spans of consecutive validation samples in a text, evenly spaced
-LISTED = 4_000_000  # largest permutation held in memory, 32 MB
+MAX_STORED_PERMUTATION = 4_000_000  # samples, 32 MB; a larger permutation is computed per sample
 _SEED = 0  # fixed, so that the split is the same for every seed of a run
 
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -89,7 +89,7 @@ def split(dataset: Any, fraction: float, name: str) -> tuple[DatasetSplit, Datas
 def validation_spans(size: int, validation_count: int) -> tuple[IndexArray, IndexArray]:
     """Return (starts, ends) of at most :data:`MAX_SPANS` spans, ``validation_count`` samples in all.
 
-    Each lies in the middle of one of equal parts of ``size``.
+    The dataset of ``size`` samples is divided into equal parts, and each span lies in the middle of one.
     """
     count = min(MAX_SPANS, validation_count)
     fractions = np.arange(count + 1, dtype=np.int64)
@@ -156,11 +156,11 @@ def _split_by_spans(size: int, validation_count: int) -> tuple[tuple[int, int], 
 def _split_by_label(labels: IndexArray, fraction: float) -> tuple[tuple[int, int], tuple[IndexMap, IndexMap]]:
     """Move at least one sample of each class to validation; a class with one sample stays in training."""
     is_validation = np.zeros(len(labels), dtype=bool)
-    for nth, label in enumerate(np.unique(labels)):
+    for class_index, label in enumerate(np.unique(labels)):
         rows = np.flatnonzero(labels == label)
         count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
-        # A class that is not an integer (such as a string) is seeded by its rank among the classes.
-        key = int(label) if np.issubdtype(labels.dtype, np.integer) else nth
+        # A class that is not an integer (such as a string) is seeded by its index among the classes.
+        key = int(label) if np.issubdtype(labels.dtype, np.integer) else class_index
         order = Permutation(len(rows), _SEED, key)(np.arange(len(rows), dtype=np.uint64))
         is_validation[rows[order[:count].astype(np.int64)]] = True
     validation_rows, train_rows = np.flatnonzero(is_validation), np.flatnonzero(~is_validation)
@@ -169,7 +169,7 @@ def _split_by_label(labels: IndexArray, fraction: float) -> tuple[tuple[int, int
 
 def _split_by_permutation(size: int, validation_count: int) -> tuple[tuple[int, int], tuple[IndexMap, IndexMap]]:
     order = Permutation(size, _SEED, 0)
-    if size > LISTED:
+    if size > MAX_STORED_PERMUTATION:
         return (size - validation_count, validation_count), (
             _PermutedIndices(order, validation_count),
             _PermutedIndices(order, 0),

@@ -1,4 +1,4 @@
-"""The compiler of the layers: torch's inductor, optionally tolerant of failures."""
+"""The compiler backend for the layers: torch's inductor, optionally tolerant of failures."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from clustertrain.train.distributed import divisibility, dropout
 
 
 class SelfAttention(nn.Module):
-    """Scaled-dot-product self-attention over full sequences, also where this rank holds only a chunk.
+    """Scaled-dot-product self-attention over full sequences, even if this rank holds only a chunk.
 
     It has no parameters. A custom model that supports context parallelism uses it in place of
     ``F.scaled_dot_product_attention``, and :meth:`first_position` for position-dependent values.
@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend from ``q`` (batch, heads, length, head_dim) to ``k`` and ``v``; return a tensor shaped like ``q``.
 
-        ``k`` and ``v`` have the same shape, with equally many heads or a divisor.
+        ``k`` and ``v`` are shaped like ``q``, except that the number of their heads may be a divisor of ``q``'s.
         """
         is_gqa = q.shape[1] != k.shape[1]
         if self.mesh is None:
@@ -71,7 +71,7 @@ def _ring_attention(
 ) -> torch.Tensor:
     """Attend while keys and values circulate among the ranks.
 
-    This is torch's attention of DTensors with its context-parallel dispatcher enabled, which lacks grouped heads.
+    This uses torch's context-parallel dispatcher for attention on DTensors, which does not support grouped queries.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -84,11 +84,11 @@ def _ring_attention(
 
 
 def check(model: nn.Module, context: RankContext) -> None:
-    """Raise if the whole ``model`` cannot run with its sequences split.
+    """Raise if ``model``, the whole model, cannot run with its sequences split.
 
     Raises:
         ConfigError: it has no :class:`SelfAttention`, or applies dropout to attention weights.
-        UnsuitableEnvironment: ring attention without a GPU.
+        UnsuitableEnvironment: ring attention is requested without a GPU.
     """
     cp = context.layout.cp
     if context.parallel.context_parallel_method == "ring" and context.device.type == "cpu":

@@ -36,8 +36,8 @@ def repeated_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
     """Apply ``fully_shard`` to each repeated layer and to the model.
 
-    Layers that share parameters with other modules join the model's group. On a two-dimensional mesh the first
-    dimension replicates; if the second has size 1, that is all it does.
+    Layers that share parameters with other modules join the model's group. On a two-dimensional mesh, parameters are
+    replicated over the first dimension and sharded over the second; if that has size 1, they are only replicated.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -59,15 +59,14 @@ def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
         fully_shard(unit, **options)
     fully_shard(model, **options)
     if spec.prefetch:
-        ahead = spec.prefetch
+        count = spec.prefetch
         for i, unit in enumerate(fsdp_units):
-            unit.set_modules_to_forward_prefetch(fsdp_units[i + 1 : i + 1 + ahead])  # type: ignore[operator]
-            unit.set_modules_to_backward_prefetch(fsdp_units[max(0, i - ahead) : i][::-1])  # type: ignore[operator]
+            unit.set_modules_to_forward_prefetch(fsdp_units[i + 1 : i + 1 + count])  # type: ignore[operator]
+            unit.set_modules_to_backward_prefetch(fsdp_units[max(0, i - count) : i][::-1])  # type: ignore[operator]
 
 
 def _independent_units(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that share no parameters: two ``fully_shard`` groups would each train a copy of a shared
-    one."""
+    """Return the layers without shared parameters: two ``fully_shard`` groups would each train a copy of one."""
     layers = [m for _, m in repeated_layers(model)]
     layer_index = {id(m): i for i, m in enumerate(layers)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -80,7 +79,7 @@ def _independent_units(model: nn.Module) -> list[nn.Module]:
 
 
 class _SumOfParameters(nn.Module):
-    """Replacement for the model in one pass that uses each parameter in order of registration."""
+    """Stand-in for the model in one pass, which uses each parameter in order of registration."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -103,8 +102,8 @@ def replicate(model: nn.Module, context: RankContext) -> DistributedDataParallel
     )
     if spec.compress_gradients:
         ddp_model.register_comm_hook(None, _bf16_all_reduce_hook)
-    # DDP regroups its buckets once, by the order of gradients in the first backward pass, and then sums in another
-    # order. A resumed run would have its "first" pass at another step. This pass fixes the order before any real step:
+    # DDP rebuilds its buckets once, by the order of gradients in the first backward pass, and then sums in another
+    # order. The first pass of a resumed run is at another step. This pass fixes the order before any real step:
     # docs/decisions/0003-ddp-exact-resume.md.
     ddp_model.module = _SumOfParameters(model)
     # DDP on a GPU moves the first input to its device without checking that there is one.
@@ -116,7 +115,7 @@ def replicate(model: nn.Module, context: RankContext) -> DistributedDataParallel
 
 
 def _bf16_all_reduce_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
-    """Halve the bytes sent, at bf16's 8 bits of precision. torch's hook does not support gloo."""
+    """Reduce gradients in bf16: half the bytes, 8 bits of precision. torch's own hook does not support gloo."""
     buffer = bucket.buffer()
     compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(compressed, async_op=True)
@@ -131,7 +130,7 @@ MAX_LISTED = 8  # names in an error
 def check_no_unused_parameters(model: nn.Module) -> None:
     """Raise if parameters have no gradient; call it after the last backward pass of a step.
 
-    DDP only notices at the next forward pass, after leaving other gradients of the same bucket unreduced.
+    DDP reports them only at the next forward pass, and has not reduced the other gradients of the same bucket.
 
     Raises:
         ConfigError: parameters of a replicated model have no gradient, and no option allows that.
@@ -177,9 +176,9 @@ def build_zero1_optimizer(
 
 
 def gradient_sync(model: nn.Module, *, last: bool, defer: bool = True) -> AbstractContextManager[None]:
-    """Return a context for one micro-batch's forward and backward pass that reduces gradients only for the last one.
+    """Return a context for one micro-batch's forward and backward pass; gradients are reduced only if it is the last.
 
-    With ``defer`` false a sharded model reduces them for each, which saves the memory of a full gradient.
+    With ``defer`` false, a sharded model reduces them in every micro-batch, which saves the memory of a full gradient.
     """
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if last else model.no_sync()

@@ -16,8 +16,7 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "dropou
 
 
 class Dropout(nn.Module):
-    """``nn.Dropout`` for tensors (batch, length, ...) with masks that are independent of the layout and of
-    recomputation.
+    """``nn.Dropout`` for tensors (batch, length, ...) with masks that do not depend on the layout or on recomputation.
 
     The mask is a hash of the run's seed, the layer's name, the sample's position in the run, the position in the
     sequence and the feature. :func:`configure` sets the first two and this rank's chunk of the sequence.

@@ -20,8 +20,8 @@ _DIM_MULTIPLE = 16  # required divisor of both sizes of a weight in 8-bit matmul
 def apply(model: nn.Module, device: torch.device) -> None:
     """Convert the Linear layers of the repeated units of ``model`` to fp8 in place, keeping parameters and names.
 
-    Embeddings, norms and the head stay in bf16, where 8 bits cost the most accuracy. On CPU fp8 is emulated, without
-    the speed.
+    Embeddings, norms and the head stay in bf16, because 8 bits would cost the most accuracy there. On the CPU, fp8 is
+    emulated and not faster.
 
     Raises:
         UnsuitableEnvironment: torchao is missing, or the GPU does not support 8-bit matmuls.

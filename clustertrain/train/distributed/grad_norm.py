@@ -14,14 +14,14 @@ from clustertrain.checkpoint.core.state_dict import is_dtensor
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's shards of the gradients, sharing their memory."""
+    """Return this rank's shards of the gradients, which share their memory."""
     return [g.to_local() if is_dtensor(g) else g for p in params if (g := p.grad) is not None]
 
 
 def reduce_partial_gradients(params: Iterable[nn.Parameter]) -> None:
-    """Sum gradients that tensor parallelism left partial, those of modules that work on a part of the sequence.
+    """Sum the gradients that tensor parallelism leaves partial: those of modules that work on a part of the sequence.
 
-    This happens once per step rather than per micro-batch; ``fully_shard`` reduces its gradients itself.
+    Call it once per step rather than per micro-batch; ``fully_shard`` reduces its gradients itself.
     """
     for p in params:
         grad: Any = p.grad
@@ -53,9 +53,9 @@ def local_squared_norm(
 
     The result is fp64 on ``device``, without host sync unless gradients are in host memory (``parallel.offload``).
 
-    torch's ``get_total_norm`` handles one mesh at a time with a collective each. Here each of several holders of a
-    shard counts a fraction of it, so that one sum over all ranks suffices, which can be fused with other values and has
-    the same bits everywhere.
+    torch's ``get_total_norm`` needs a collective per mesh. Here, each of n ranks that hold the same shard contributes
+    1/n of its square, so one sum over all ranks suffices. That sum can be fused with other values, and is bitwise equal
+    on all ranks.
 
     Args:
         stages: degree of pipeline parallelism, whose ranks hold different parameters.
@@ -92,7 +92,7 @@ def scale_gradients(params: Iterable[nn.Parameter], factor: torch.Tensor | float
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor that reduces a gradient of norm ``norm`` to ``max_norm``; 0 disables clipping."""
+    """Return the factor that reduces a gradient of norm ``norm`` to at most ``max_norm``; 0 disables clipping."""
     if max_norm <= 0:
         return torch.ones_like(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

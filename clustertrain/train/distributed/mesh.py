@@ -29,8 +29,8 @@ _session_ids = itertools.count(1)  # numbers the sessions of this process
 class ProcessGroups:
     """Process groups of a session; all None for a process that torchrun did not start.
 
-    ``stop`` and ``checkpoint`` are separate gloo groups, because on a shared group their collectives would be matched
-    with one of the training loop in flight.
+    ``stop`` and ``checkpoint`` are separate gloo groups: on a shared group, their collectives could be matched with one
+    of the training loop that is in flight.
     """
 
     mesh: DeviceMesh | None
@@ -48,8 +48,10 @@ class ProcessGroups:
         return self._submesh("pp")
 
     def dp_mesh(self) -> DeviceMesh | None:
-        """Return the data-parallel mesh: one dimension to shard over, or two, replicate over the first and shard over
-        the second."""
+        """Return the data-parallel mesh.
+
+        It has one dimension, or two: replicate over the first and shard over the second.
+        """
         if self.mesh is None:
             return None
         names = tuple(n for n in self.mesh.mesh_dim_names or () if n.startswith("dp_"))
@@ -62,9 +64,9 @@ class ProcessGroups:
 def mesh_dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return names and sizes of the mesh dimensions, outermost first: degrees above one, and at least one dimension.
 
-    Ranks that share a sequence belong to the innermost data-parallel dimension in use, since parameters and gradients
-    do not depend on the part of a sequence. Plain replicas combined with model parallelism get a ``dp_shard`` of size
-    1, so that ``fully_shard`` replicates; DDP supports neither DTensors nor stages.
+    Ranks that share a sequence belong to the innermost data-parallel dimension in use, because they need the same
+    parameters, whichever part of the sequence they hold. Plain replicas combined with model parallelism get a
+    ``dp_shard`` of size 1, so that ``fully_shard`` replicates them; DDP supports neither DTensors nor stages.
     """
     replicate, shard = layout.dp_replicate, layout.dp_shard
     if layout.is_sharded:
@@ -83,14 +85,14 @@ def mesh_dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def _rendezvous_store(timeout: timedelta) -> Store:
     """Return the store for all sessions of this process.
 
-    A store served by rank 0 must not end with its first session while other ranks use it for the next.
+    The store that rank 0 serves must not end with the first session, because other ranks use it for the next.
     """
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
     return store
 
 
 def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
-    """Join the other ranks.
+    """Initialize torch.distributed and create the process groups. Collective over all ranks.
 
     Args:
         timeout_s: bounds every collective, and thus how long a dead peer can block this rank.
@@ -109,8 +111,8 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
             "session: torch.distributed is already initialized",
             fix="let the session initialize it, and do not open a session inside another or after a failed one",
         )
-    # torch numbers the groups of each session from 0. Without the prefix a rank would find its peers' addresses of the
-    # previous session in the store and wait there.
+    # torch numbers the groups of each session from 0. Without the prefix, a rank would find its peers' addresses from
+    # the previous session in the store and wait for them.
     store = PrefixStore(f"session-{next(_session_ids)}", _rendezvous_store(timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -142,11 +144,11 @@ def build_shard_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     if len(dims) <= 1:
         return mesh.get_group(dims[0]) if dims else None
     last = tuple(range(mesh.ndim - len(dims), mesh.ndim))
-    own_group = None
+    local_group = None
     for ranks in mesh.mesh.movedim(dims, last).flatten(last[0]).reshape(-1, math.prod(map(mesh.size, dims))).tolist():
         group = dist.new_group(ranks)
-        own_group = group if dist.get_rank() in ranks else own_group
-    return own_group
+        local_group = group if dist.get_rank() in ranks else local_group
+    return local_group
 
 
 def close_groups() -> None:
@@ -159,7 +161,7 @@ def close_groups() -> None:
 def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
     """Return the CPU threads of one rank: OMP_NUM_THREADS, or its share of this machine's cores.
 
-    More threads than cores are slow beyond their number, because OpenMP threads spin while waiting. The number affects
+    More threads than cores are disproportionately slow, because OpenMP threads spin while waiting. The number affects
     the order of summation, so the checkpoint stores it.
     """
     omp_threads = environ.get("OMP_NUM_THREADS", "")

@@ -22,7 +22,7 @@ def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, s
     """Return ``model`` on the device in the plan's layout.
 
     Parameters on the meta device are filled by the model's ``init_parameter(name, tensor, generator)``, each in full
-    from (seed, name), so that values do not depend on the layout. Otherwise all ranks take rank 0's values.
+    from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
 
     Raises:
         ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
@@ -36,7 +36,7 @@ def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, s
         _broadcast_from_rank0(model.to(context.device))
     full_model = model
     pipeline_mesh, tensor_mesh, data_mesh = groups.pp_mesh(), groups.tp_mesh(), groups.dp_mesh()
-    # Check the whole model, before a stage has only some of its modules.
+    # Check the whole model: a stage has only some of its modules.
     if tensor_mesh is not None:
         from clustertrain.train.distributed import tensor_parallel
 
@@ -93,7 +93,7 @@ def _move_to_device(model_part: nn.Module, device: torch.device, offload: bool) 
     """Move all tensors to ``device``; with ``offload`` parameters stay in host memory, where ``fully_shard`` expects
     them.
 
-    Tensors on the meta device become empty. ``to_empty`` would also empty buffers that have values.
+    Tensors on the meta device become uninitialized. ``to_empty`` would also discard the values of buffers.
     """
     param_device = torch.device("cpu") if offload else device
 

@@ -113,8 +113,8 @@ class Pipeline(nn.Module):
         return ForwardOnlyPipeline(self.pipeline_stages, self._stages, self._group, self._context.device)
 
     @contextmanager
-    def without_learning(self) -> Iterator[None]:
-        """Run passes outside the schedule without counting as its shape-inference pass."""
+    def outside_schedule(self) -> Iterator[None]:
+        """Allow passes outside the schedule, which then do not count as its shape-inference pass."""
         self._skips_shape_inference = True
         try:
             yield
@@ -164,7 +164,7 @@ class Pipeline(nn.Module):
             with self._loss_context():
                 self._schedule.step(*args, **kwargs)
         except RuntimeError as e:
-            # torch wraps the failure of a stage; callers decide by the original exception.
+            # torch wraps the failure of a stage; callers need the original exception.
             raise e.__cause__ or e  # noqa: B904
         self._reduce_shared_gradients()
         if not loss_sums:
@@ -177,7 +177,7 @@ class Pipeline(nn.Module):
         """Return the whole batch as arguments, which the schedule splits into micro-batches again."""
         args: Sequence[Any] = ()
         kwargs: dict[str, Any] = {}
-        if any(at.index == 0 for at in self._stages):
+        if any(stage.index == 0 for stage in self._stages):
             joined = pytree.tree_map(lambda *parts: torch.cat(parts), *inputs)
             if isinstance(joined, dict):
                 kwargs.update(joined)
@@ -268,14 +268,14 @@ class Pipeline(nn.Module):
 
     def _exchange_tensors(self, local_tensors: dict[int, torch.Tensor], holders: Sequence[int]) -> list[torch.Tensor]:
         """Return the tensors of all ``holders`` (stages), in their order."""
-        rank_of, own_rank = self._stages[0].stage_ranks, dist.get_rank(self._group)
-        others = sorted({rank_of[i] for i in holders} - {own_rank})
+        stage_ranks = self._stages[0].stage_ranks
+        other_ranks = sorted({stage_ranks[i] for i in holders} - {dist.get_rank(self._group)})
         template = next(iter(local_tensors.values()))
         tensors = {
             i: local_tensors[i].contiguous() if i in local_tensors else torch.empty_like(template) for i in holders
         }
-        ops = [self._p2p_op(dist.isend, tensors[i], rank) for i in local_tensors for rank in others]
-        ops += [self._p2p_op(dist.irecv, t, rank_of[i]) for i, t in tensors.items() if i not in local_tensors]
+        ops = [self._p2p_op(dist.isend, tensors[i], rank) for i in local_tensors for rank in other_ranks]
+        ops += [self._p2p_op(dist.irecv, t, stage_ranks[i]) for i, t in tensors.items() if i not in local_tensors]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
         return [tensors[i] for i in holders]
@@ -298,8 +298,8 @@ def _preserved_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def _local_gradient(p: nn.Parameter) -> torch.Tensor:
-    """Return this rank's shard of the gradient, placed like the parameter; tensor parallelism may place it
-    otherwise."""
+    """Return this rank's shard of the gradient; redistribute it first if it is not placed like the parameter, as tensor
+    parallelism may leave it."""
     grad: Any = p.grad
     if not is_dtensor(grad):
         return grad  # type: ignore[no-any-return]

@@ -40,8 +40,8 @@ class ForwardOnlyPipeline:
     def __call__(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Yield (number, output) of each micro-batch on the rank with the last stage.
 
-        Collective over the pipeline's ranks. All pass ``inputs`` of one shape, whether or not they hold the first
-        stage.
+        Collective over the pipeline's ranks. Each rank passes ``inputs`` of the same shape, whether or not it holds the
+        first stage.
         """
         shapes = self._infer_shapes(inputs[0])
         last = len(self._stage_ranks) - 1

@@ -75,7 +75,7 @@ def _is_inside(name: str, module: str) -> bool:
 
 
 def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]:
-    """Return the cost of each unit as the number of matrix elements that an input is multiplied with.
+    """Return the cost of each unit as the number of matrix elements that an input is multiplied by.
 
     Attention over a long context costs more than its matrices, but equally so in every layer.
     """
@@ -86,7 +86,7 @@ def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]
         cost = NON_MATMUL_COST
         for name, p in model.named_parameters():
             if any(_is_inside(name, n) for n in unit):
-                # The first unit with an embedding looks rows up; a second one multiplies with it.
+                # The first unit with an embedding looks up rows; a second one multiplies by it.
                 light = p.dim() < 2 or (name in tables and name not in counted)
                 cost += p.numel() * (NON_MATMUL_COST if light else 1.0)
                 counted.add(name)
@@ -167,7 +167,7 @@ def find_stage_starts(model: nn.Module, stages: int, split: Sequence[str]) -> li
 
 
 def assign_stage_ranks(layout: Layout) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage: cyclic, or for zbv forward and back."""
+    """Return the pipeline rank of each stage: in cyclic order, or for zbv up and back down."""
     ranks = tuple(range(layout.pp))
     if layout.schedule in SINGLE_STAGE_SCHEDULES:
         return ranks
@@ -187,9 +187,9 @@ def split_into_stages(model: nn.Module, layout: Layout, split: Sequence[str], ra
     stage_units = [sum(model_units[a:b], ()) for a, b in zip(starts, [*starts[1:], len(model_units)], strict=True)]
     shared = _find_shared_params(model, stage_units)
     state_names = frozenset(clean_fqn(k) for k in model.state_dict())
-    own_stages = [i for i, r in enumerate(stage_ranks) if r == rank]
-    model_parts = [model] if len(own_stages) == 1 else [copy.deepcopy(model) for _ in own_stages]
-    for index, model_part in zip(own_stages, model_parts, strict=True):
+    local_stages = [i for i, r in enumerate(stage_ranks) if r == rank]
+    model_parts = [model] if len(local_stages) == 1 else [copy.deepcopy(model) for _ in local_stages]
+    for index, model_part in zip(local_stages, model_parts, strict=True):
         for name in dict.fromkeys(n for unit in model_units for n in unit):
             if name not in stage_units[index]:
                 _remove_module(model_part, name)

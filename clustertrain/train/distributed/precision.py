@@ -30,7 +30,7 @@ def apply_matmul_precision(context: RankContext) -> None:
 
 
 def autocast(context: RankContext) -> AbstractContextManager[object]:
-    """Return the autocast context of the forward pass; empty for ``fully_shard``, which casts itself."""
+    """Return the autocast context of the forward pass; a null context for ``fully_shard``, which does its own casts."""
     dtype = _COMPUTE_DTYPES.get(context.precision)
     if dtype is None or context.layout.is_fully_sharded:
         return nullcontext()
@@ -40,11 +40,11 @@ def autocast(context: RankContext) -> AbstractContextManager[object]:
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740).
 
-    The loss is multiplied so that small gradients do not underflow. A step with an overflow is skipped and the scale
-    halved; after ``growth_interval`` steps without overflow it doubles.
+    The loss is multiplied by a scale so that small gradients do not underflow. A step with an overflow is skipped and
+    the scale is halved; after ``growth_interval`` steps without an overflow it doubles.
 
-    An overflow is detected from the global gradient norm, which is common to all ranks in every layout. torch's
-    GradScaler checks each rank's gradients separately and does not know stages and meshes.
+    An overflow is detected from the global gradient norm, which all ranks share in every layout. torch's GradScaler
+    checks each rank's gradients separately and does not support pipeline stages and meshes.
     """
 
     def __init__(self, loss_terms: int = 1, growth_interval: int = 2000) -> None:
@@ -60,7 +60,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, *, overflow: bool) -> bool:
-        """Record a step; return whether the scale was already at its floor, so that an overflow has another cause."""
+        """Record a step; return whether the scale was already at its floor: an overflow then has another cause."""
         at_floor = self.scale <= self.floor
         if overflow:
             self.scale = max(self.scale / 2, self.floor)

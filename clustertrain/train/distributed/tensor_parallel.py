@@ -1,9 +1,9 @@
-"""Tensor parallelism: layers split over ranks according to a plan that maps module name patterns to words.
+"""Tensor parallelism: layers split over ranks according to a plan that maps module name patterns to styles.
 
 Layers are split as in Shoeybi et al., arXiv 1909.08053, and the residual stream between them along the sequence as in
 Korthikanti et al., arXiv 2205.05198. Between modules all tensors are plain and local: each rank holds the full residual
-stream, or with sequence parallelism its part of (batch, length, ...). Every parameter becomes a DTensor, so optimizer,
-norm and checkpoint treat all alike.
+stream, or with sequence parallelism its part of (batch, length, ...). Every parameter becomes a DTensor, so that the
+optimizer, gradient norm and checkpoint treat all alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import divisibility, dropout, tied_weights
 
-WORDS: Mapping[str, str] = {
+STYLES: Mapping[str, str] = {
     "colwise": "a Linear split by outputs; takes the residual stream, returns this rank's features",
     "rowwise": "a Linear split by inputs; takes this rank's features, returns the residual stream",
     "embedding": "an Embedding split by rows; takes all indices, returns the residual stream",
@@ -41,17 +41,17 @@ WORDS: Mapping[str, str] = {
     "replicated": "works on full tensors, the same on each rank",
     "head": "a Linear, or a module that takes the weight, split by outputs; returns logits, split for loss_parallel",
 }
-_RECURSIVE_WORDS = ("sequence", "replicated")
+_RECURSIVE_STYLES = ("sequence", "replicated")
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, nn.Module, str]]:
-    """Yield (pattern, name, module, word) in the order of ``plan``; ``*`` matches one part of a dotted name."""
-    for pattern, word in plan.items():
+    """Yield (pattern, name, module, style) in the order of ``plan``; ``*`` matches one part of a dotted name."""
+    for pattern, style in plan.items():
         pattern_parts = pattern.split(".")
         for name, module in model.named_modules():
             name_parts = name.split(".")
             if len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts)):
-                yield pattern, name, module, word
+                yield pattern, name, module, style
 
 
 def check(model: nn.Module, context: RankContext) -> None:
@@ -65,13 +65,14 @@ def check(model: nn.Module, context: RankContext) -> None:
 
 
 def check_plan(model: nn.Module, tp: int) -> None:
-    """Raise if the whole ``model`` cannot be split over ``tp`` ranks as its ``tp_plan`` says.
+    """Raise if ``model``, the whole model, cannot be split over ``tp`` ranks according to its ``tp_plan``.
 
-    Its optional ``tp_divides`` lists sizes that must divide over the ranks and that layers do not show, such as heads.
+    Its optional ``tp_divides`` lists sizes that must divide over the ranks but are not visible in its layers, such as
+    heads.
 
     Raises:
-        ConfigError: no plan, an unknown word, a pattern without a module, two patterns for one module, a parameter
-            without a pattern, a size that does not divide, or dropout that would differ between ranks.
+        ConfigError: there is no plan, a style is unknown, a pattern matches no module, two patterns match one module, a
+            parameter has no pattern, a size does not divide, or dropout would differ between ranks.
     """
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if not plan:
@@ -79,9 +80,9 @@ def check_plan(model: nn.Module, tp: int) -> None:
             f"tp {tp}: {type(model).__name__} has no tp_plan",
             fix='pass one to session.parallelize(model, tp_plan={"layers.*.up": "colwise", ...}), or use tp = 1',
         )
-    for pattern, word in plan.items():
-        if word not in WORDS:
-            raise ConfigError(f"tp_plan: {pattern!r}: {word!r} is not one of {', '.join(WORDS)}")
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ConfigError(f"tp_plan: {pattern!r}: {style!r} is not one of {', '.join(STYLES)}")
     matched = list(match_plan(model, plan))
     for pattern in plan:
         if not any(p == pattern for p, *_ in matched):
@@ -92,8 +93,8 @@ def check_plan(model: nn.Module, tp: int) -> None:
     _check_no_overlap(matched)
     for size_name, size in getattr(model, "tp_divides", {}).items():
         divisibility.check(size_name, size, "tp", tp)
-    for _, name, module, word in matched:
-        _check_layer(name, module, word, tp)
+    for _, name, module, style in matched:
+        _check_layer(name, module, style, tp)
     _check_covered(model, matched)
     dropout.check_no_attention_dropout(model, f"tp {tp}")
     for name, module in model.named_modules():
@@ -107,11 +108,11 @@ def check_plan(model: nn.Module, tp: int) -> None:
 def _check_no_overlap(matched: list[tuple[str, str, nn.Module, str]]) -> None:
     """Raise ConfigError if two patterns split one module.
 
-    ``gather`` only gathers the input for layers split inside, so it can be combined with another word.
+    ``gather`` only gathers the input for the split layers inside, so it can be combined with another style.
     """
     first_patterns: dict[tuple[str, bool], str] = {}
-    for pattern, name, _, word in matched:
-        other = first_patterns.setdefault((name, word == "gather"), pattern)
+    for pattern, name, _, style in matched:
+        other = first_patterns.setdefault((name, style == "gather"), pattern)
         if other != pattern:
             raise ConfigError(
                 f"tp_plan: {other!r} and {pattern!r} both match {name}, which can be split only once",
@@ -119,23 +120,23 @@ def _check_no_overlap(matched: list[tuple[str, str, nn.Module, str]]) -> None:
             )
 
 
-def _check_layer(name: str, module: nn.Module, word: str, tp: int) -> None:
-    expected_type = nn.Embedding if word == "embedding" else nn.Linear
-    if word in ("colwise", "rowwise", "embedding") and not isinstance(module, expected_type):
-        raise ConfigError(f"tp_plan: {name} is a {type(module).__name__}; {word!r} is for {expected_type.__name__}")
-    if isinstance(module, nn.Linear) and word in ("colwise", "head"):
+def _check_layer(name: str, module: nn.Module, style: str, tp: int) -> None:
+    expected_type = nn.Embedding if style == "embedding" else nn.Linear
+    if style in ("colwise", "rowwise", "embedding") and not isinstance(module, expected_type):
+        raise ConfigError(f"tp_plan: {name} is a {type(module).__name__}; {style!r} is for {expected_type.__name__}")
+    if isinstance(module, nn.Linear) and style in ("colwise", "head"):
         divisibility.check(f"{name}.out_features", module.out_features, "tp", tp)
-    elif isinstance(module, nn.Linear) and word == "rowwise":
+    elif isinstance(module, nn.Linear) and style == "rowwise":
         divisibility.check(f"{name}.in_features", module.in_features, "tp", tp)
-    elif isinstance(module, nn.Embedding) and word == "embedding":
+    elif isinstance(module, nn.Embedding) and style == "embedding":
         divisibility.check(f"{name}.num_embeddings", module.num_embeddings, "tp", tp)
 
 
 def _check_covered(model: nn.Module, matched: list[tuple[str, str, nn.Module, str]]) -> None:
     covered: set[int] = set()
-    for _, _, module, word in matched:
-        if word != "gather":
-            covered |= {id(m) for m in (module.modules() if word in _RECURSIVE_WORDS else [module])}
+    for _, _, module, style in matched:
+        if style != "gather":
+            covered |= {id(m) for m in (module.modules() if style in _RECURSIVE_STYLES else [module])}
     for location in tied_weights.iter_param_locations(model):
         if id(location.module) not in covered:
             raise ConfigError(
@@ -155,12 +156,12 @@ def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None
         import torch._inductor.config as inductor
 
         inductor._micro_pipeline_tp = True
-    styles = _styles(context)
+    builders = _style_builders(context)
     with tied_weights.preserve_ties(model_part):
-        for _, _, module, word in match_plan(model_part, model_part.tp_plan):  # type: ignore[arg-type]
-            for style in styles[word](module):
+        for _, _, module, style in match_plan(model_part, model_part.tp_plan):  # type: ignore[arg-type]
+            for parallel_style in builders[style](module):
                 # All ranks have the same values or none yet, so each takes its shard without communication.
-                parallelize_module(module, mesh, style, src_data_rank=None)
+                parallelize_module(module, mesh, parallel_style, src_data_rank=None)
 
 
 def loss_context(context: RankContext) -> AbstractContextManager[object]:
@@ -171,7 +172,8 @@ def loss_context(context: RankContext) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _styles(context: RankContext) -> dict[str, Callable[[nn.Module], list[ParallelStyle]]]:
+def _style_builders(context: RankContext) -> dict[str, Callable[[nn.Module], list[ParallelStyle]]]:
+    """Return, for each style of a plan, a function that builds torch's parallel styles for a module."""
     stream: Placement = Shard(1) if context.layout.sequence_parallel else Replicate()
     split = context.parallel.loss_parallel
     logits: Placement = Shard(-1) if split else Replicate()
@@ -206,7 +208,7 @@ class _Rowwise(RowwiseParallel):
 
 
 class _GatherInput(ParallelStyle):
-    """Gathers the first argument. Torch's PrepareModuleInput needs a layout for each argument."""
+    """Gathering of a module's first argument. torch's PrepareModuleInput needs a layout for every argument."""
 
     def __init__(self, stream: Placement) -> None:
         self._stream = stream

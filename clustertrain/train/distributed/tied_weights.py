@@ -29,7 +29,7 @@ class ParamLocation:
 
 
 def iter_param_locations(model: nn.Module) -> Iterator[ParamLocation]:
-    """Yield the locations of all parameters; a module with several names counts once, as it cannot come apart."""
+    """Yield the locations of all parameters; a module with several names counts once, because it stays one module."""
     for path, module in model.named_modules():
         for attribute, p in module._parameters.items():
             if p is not None:
@@ -37,7 +37,7 @@ def iter_param_locations(model: nn.Module) -> Iterator[ParamLocation]:
 
 
 def find_tied(model: nn.Module) -> list[list[ParamLocation]]:
-    """Return the locations of each parameter that has several."""
+    """Return the locations of each parameter that has more than one."""
     by_param: dict[int, list[ParamLocation]] = {}
     for location in iter_param_locations(model):
         by_param.setdefault(id(location.parameter), []).append(location)
@@ -46,7 +46,7 @@ def find_tied(model: nn.Module) -> list[list[ParamLocation]]:
 
 @contextmanager
 def preserve_ties(model: nn.Module) -> Iterator[None]:
-    """Tie parameters again after a block that gives each module a separate one.
+    """Tie parameters again after a block in which each module gets a separate copy.
 
     Raises:
         ConfigError: the block split them differently.
@@ -64,7 +64,7 @@ def _retie(tied: Sequence[ParamLocation]) -> None:
             raise ConfigError(
                 f"{first.name} and {other.name} are one parameter, but tp_plan splits them differently: "
                 f"{_format_placements(first.parameter)} and {_format_placements(other.parameter)}",
-                fix="use words that split both by the same dimension (such as embedding and head), or replicate both",
+                fix="use styles that split both by the same dimension (such as embedding and head), or replicate both",
             )
         other.module._parameters[other.attribute] = first.parameter
 

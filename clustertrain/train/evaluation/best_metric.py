@@ -27,7 +27,7 @@ class EvalOutcome:
 
 
 class EarlyStopping:
-    """Best value and patience of the deciding metric. Identical on all ranks, like its inputs; saved in checkpoints."""
+    """Best value and patience of the deciding metric, equal on all ranks, as its inputs are; saved in checkpoints."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class EarlyStopping:
         )
 
     def forget_best(self, remaining: Mapping[int, float]) -> None:
-        """Replace the best value, whose checkpoint is gone, by the best of ``remaining`` (value by step)."""
+        """Replace the best value, whose checkpoint is gone, with the best of ``remaining`` (value by step)."""
         sign = -1.0 if self.higher_is_better else 1.0
         self.best_step = min(remaining, key=lambda step: (sign * remaining[step], -step), default=None)
         self.best = None if self.best_step is None else remaining[self.best_step]

@@ -30,9 +30,10 @@ class EvalBatch:
 
 
 class DatasetPass:
-    """Micro-batches of ``rank``, equally many on all ranks because the forward pass may be collective.
+    """Micro-batches of one rank.
 
-    A rank that runs out of samples repeats the first ones, which then do not count.
+    All ranks have the same number, because the forward pass may be collective: a rank that runs out of samples repeats
+    the first ones, which then do not count.
     """
 
     def __init__(
@@ -83,8 +84,7 @@ class DatasetPass:
         self._to_device = DeviceTransfer(device)
 
     def indices(self) -> Iterator[tuple[int, ...]]:
-        """Yield the samples that count, by micro-batch; the micro-batches of one round over all ranks are
-        contiguous."""
+        """Yield the samples that count, by micro-batch; those of one round over all ranks are contiguous."""
         stride = self._micro_batch * self._ranks
         for first in range(self._rank * self._micro_batch, -(-self.num_samples // stride) * stride, stride):
             yield tuple(range(first, min(first + self._micro_batch, self.num_samples)))
@@ -94,7 +94,7 @@ class DatasetPass:
         return [(i, i) for i in (*counted, *(i % self.num_samples for i in range(num_padding)))]
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        # A generator, because there may be very many samples.
+        # A generator, because there may be many samples.
         sample_keys = (self._pad_indices(samples) for samples in self.indices())
         if self._workers == 0:
             yield from self._to_eval_batches(self._reader.read(keys) for keys in sample_keys)
@@ -114,16 +114,16 @@ class DatasetPass:
 
 
 class LoaderPass:
-    """One pass over the batches of a script's loader, which holds this rank's part; ranks may have different numbers.
+    """One pass over the batches of a script's loader, which yields this rank's part of the data.
 
-    Samples that the loader repeats count each time.
+    Ranks may have different numbers of batches. Samples that the loader repeats count each time.
     """
 
     def __init__(self, batches: Iterable[object], device: torch.device, any_rank: Callable[[bool], bool]) -> None:
         """Wrap ``batches``.
 
         Args:
-            any_rank: returns whether a flag is set on any rank; called once per round.
+            any_rank: returns whether its argument is true on any rank; called once per round.
         """
         self._batches = batches
         self._to_device = DeviceTransfer(device)

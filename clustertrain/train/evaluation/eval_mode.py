@@ -1,4 +1,4 @@
-"""Evaluation mode that restores the model's previous state, also after an exception."""
+"""Evaluation mode that restores the model's previous state, even after an exception."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 def evaluation_mode(model: nn.Module, groups: ProcessGroups, device: torch.device) -> Iterator[None]:
     """Run the block in evaluation mode without gradients.
 
-    Afterwards module modes, buffers and random generators are restored and sharded parameters resharded. Inside, all
-    ranks use the first data-parallel rank's persistent buffers, those in checkpoints, because batch-norm statistics
-    differ between ranks. It uses ``no_grad``, because a model could not train with cached tensors (such as rotary
-    tables) from ``inference_mode``.
+    Afterwards, module modes, buffers and random generators are restored, and sharded parameters are resharded. Inside,
+    all ranks use the first data-parallel rank's persistent buffers (those in checkpoints), because batch-norm
+    statistics differ between ranks. Gradients are disabled with ``no_grad``, because a model could not train with
+    tensors (such as rotary tables) that it cached in ``inference_mode``.
     """
     modules = list(_walk_modules(model))
     modes = [(m, m.training) for m in modules]

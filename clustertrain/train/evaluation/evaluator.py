@@ -1,4 +1,4 @@
-"""One evaluation under any layout: forward passes, sums on the device, and one final reduction over all ranks."""
+"""Evaluation under any layout: forward passes, sums on the device, and one final reduction over all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_SLICES = 100  # a metrics row has one value per slice and metric
 
 @dataclass(frozen=True)
 class DatasetSlices:
-    """Named slices of a dataset. Samples outside of them count only in the overall mean."""
+    """Named slices of a dataset. Samples outside all slices count only in the overall mean."""
 
     names: tuple[str, ...]
     index_of: Callable[[int], int] = field(default=lambda i: -1)
@@ -47,7 +47,8 @@ NO_SLICES = DatasetSlices(())
 def find_slices(dataset: Any, requested: Sequence[str] = (), group: int = 1) -> DatasetSlices:
     """Return the ``requested`` slices of ``dataset`` (attributes ``slice_names`` and ``slice_of``).
 
-    Without a request return all, unless there are more than :data:`MAX_SLICES`. There are none if samples form groups.
+    Without a request, return all slices, or none if there are more than :data:`MAX_SLICES`. Samples that form groups
+    have no slices.
 
     Raises:
         ConfigError: a requested slice does not exist, or cannot be evaluated separately.
@@ -89,15 +90,15 @@ def find_slices(dataset: Any, requested: Sequence[str] = (), group: int = 1) -> 
 
 
 class Evaluator:
-    """Runs evaluations of a model.
+    """Evaluations of a model.
 
-    ``should_stop`` returns whether all ranks have agreed to stop; all ranks call it equally often.
+    ``should_stop`` returns whether all ranks have agreed to stop; every rank calls it the same number of times.
     """
 
     def __init__(
         self, model: nn.Module, context: RankContext, groups: ProcessGroups, should_stop: Callable[[], bool]
     ) -> None:
-        # Bypass DDP, whose forward pass is collective if the model has buffers and is not needed here.
+        # Bypass DDP, which is not needed here and whose forward pass is collective if the model has buffers.
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._context = context
         self._groups = groups
@@ -105,7 +106,7 @@ class Evaluator:
         coordinates = context.layout.coordinates(context.rank)
         self._counts_results = coordinates.tp == 0  # tp ranks compute the same results, which must count once
         self._is_pipelined = groups.pp_mesh() is not None
-        # Micro-batches between two checks for a stop: a pipeline must fill and drain in between.
+        # Micro-batches between two checks for a stop. A pipeline fills and drains once per chunk.
         self._chunk_size = 2 * context.layout.pp if self._is_pipelined else 1
 
     def __call__(
@@ -149,7 +150,7 @@ class Evaluator:
                 yield batch, output, target
             return
         _check_same_shapes(pairs)
-        with self._model.without_learning():  # type: ignore[operator]
+        with self._model.outside_schedule():  # type: ignore[operator]
             for i, output in self._model.forward_only([inputs for inputs, _ in pairs]):  # type: ignore[operator]
                 counted = range(len(chunk[i].sample_indices))
                 yield chunk[i], _select_rows(output, counted), _select_rows(pairs[i][1], counted)

@@ -13,7 +13,7 @@ from clustertrain.train.evaluation.schedule import EvaluationSchedule
 
 log = logging.getLogger(__name__)
 
-# Keys of a row that belong to the attempt that trained the step.
+# Keys of a row that hold only for the attempt that trained the step.
 _STEP_TIMING_KEYS = ("step_s", "tokens_per_s", "data_wait_s")
 
 

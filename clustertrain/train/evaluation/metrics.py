@@ -35,7 +35,7 @@ class EvalMetric:
 
 
 def build_metrics(metrics: Sequence[str] | Mapping[str, MetricFn]) -> list[EvalMetric]:
-    """Return the built-in metrics of these names, or metrics of functions (output, target) -> (sum, count).
+    """Return the built-in metrics of these names, or metrics made of functions (output, target) -> (sum, count).
 
     Raises:
         ConfigError: a name is unknown.
@@ -46,7 +46,7 @@ def build_metrics(metrics: Sequence[str] | Mapping[str, MetricFn]) -> list[EvalM
                 "metrics: the name 'loss' is reserved for the loss function", fix="give the metric another name"
             )
         return [
-            EvalMetric(name, _ignore_index_argument(metric_fn), "what its function takes")
+            EvalMetric(name, _ignore_index_argument(metric_fn), "the outputs and targets of its function")
             for name, metric_fn in metrics.items()
         ]
     for name in metrics:
@@ -80,7 +80,7 @@ def _classes_last(output: object, target: object) -> torch.Tensor | None:
 
 
 class IncompatibleOutputs(Exception):
-    """The outputs and targets do not suit a metric."""
+    """Outputs and targets that a metric does not support."""
 
 
 def compute_target_rank(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _build_top_k(k: int) -> Callable[[Any, Any, int], MetricTerms]:
 
 
 def _binary_accuracy(output: torch.Tensor, target: torch.Tensor) -> MetricTerms:
-    """Return hits of one logit per target of 0 or 1."""
+    """Return the number of correct predictions for one logit per target of 0 or 1, and the number of targets."""
     logits = to_full_tensor(output)
     if logits.numel() != target.numel():
         raise IncompatibleOutputs
@@ -143,7 +143,7 @@ def _cross_entropy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
 
 
 def _recall_at_1(output: Any, target: object, ignore_index: int) -> MetricTerms:
-    """Return how often the most similar other view is the right one, in both directions.
+    """Return how often the most similar view is the right one, in both directions, and the number of comparisons.
 
     The output is similarities (groups, group, group) or two embeddings (batch, features).
     """

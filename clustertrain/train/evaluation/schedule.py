@@ -1,4 +1,4 @@
-"""Evaluations during training: when they are due, and their consequences."""
+"""Evaluations during training: when they are due, and what follows from their results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Results = dict[str, float]
 
 
 class EvaluationSchedule:
-    """Evaluations of a run; pass it to ``session.steps(evaluations=...)``, which runs it and saves its state in
+    """Schedule of a run's evaluations, for ``session.steps(evaluations=...)``, which runs them and saves their state in
     checkpoints.
 
-    One is due every ``every`` steps and at the end. An evaluation interrupted by a stop is repeated after the resume
+    An evaluation is due every ``every`` steps and at the end. If a stop interrupts it, it is repeated after the resume
     with the same model, since nothing was trained in between.
     """
 
@@ -50,7 +50,7 @@ class EvaluationSchedule:
         self.early_stopping.init_fresh_state()
 
     def is_due(self, step: int, total: int) -> bool:
-        """Return whether an evaluation is due after ``step`` steps and has not been made yet."""
+        """Return whether an evaluation is due after ``step`` steps and has not run yet."""
         return step > self._last_eval_step and (step % self._every == 0 or step == total)
 
     def run(self, step: int) -> Results:

@@ -59,8 +59,8 @@ def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
 
 
 def find_model_loss(recipe: Recipe, module: nn.Module) -> Loss | None:
-    """Return the ``loss`` method of an entry's module; None if it has none or ``recipe`` names an objective, which
-    wins.
+    """Return the ``loss`` method of an entry's module; None if it has none, or ``recipe`` names an objective, which
+    takes precedence.
 
     Raises:
         ConfigError: a key has no effect with this loss, or names a metric that it does not provide.

@@ -41,9 +41,9 @@ class Residual(nn.Module):
         self.last_norm = nn.GroupNorm(groups, outputs)
         # Modules rather than functions, so that hooks can count dead units.
         self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
-        same = stride == 1 and inputs == outputs
-        self.project = None if same else Convolution(inputs, outputs, size=1, stride=stride)
-        self.project_norm = None if same else nn.GroupNorm(groups, outputs)
+        keeps_shape = stride == 1 and inputs == outputs
+        self.project = None if keeps_shape else Convolution(inputs, outputs, size=1, stride=stride)
+        self.project_norm = None if keeps_shape else nn.GroupNorm(groups, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x
@@ -58,7 +58,7 @@ class ConvNet(nn.Module):
     """Classifier from images (batch, height, width, channels) in bytes to logits (batch, classes); any height and
     width.
 
-    Bytes in that order are already channels-last, and a quarter of the fp32 transfer to the device.
+    Bytes in that order are already channels-last, and their transfer to the device is a quarter of fp32's.
     """
 
     def __init__(self, spec: ConvnetSpec) -> None:
@@ -69,7 +69,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(spec.block_shapes()[-1][1], spec.classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # A sharded layout has cast the weight to the compute dtype.
+        # In a sharded layout, the weight has already been cast to the compute dtype.
         x = images.permute(0, 3, 1, 2).to(self.stem.weight.dtype) / 127.5 - 1
         x = F.relu(self.stem_norm(self.stem(x)))
         for block in self.blocks:

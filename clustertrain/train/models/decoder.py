@@ -17,7 +17,7 @@ from clustertrain.train.distributed.dropout import Dropout
 class RotaryTable:
     """Cosines and sines of the rotary embedding, computed on first use.
 
-    They are not a buffer: a model built on the meta device would need to refill it, and checkpoints would store it.
+    They are not buffers: a model built on the meta device would have to refill them, and checkpoints would store them.
     """
 
     def __init__(self, head_dim: int, theta: float) -> None:
@@ -97,8 +97,8 @@ class TransformerBlock(nn.Module):
 def init_transformer_parameter(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Initialize the full parameter ``name`` of a transformer of :class:`TransformerBlock`.
 
-    Norms start at 1, other weights normal with standard deviation 0.02. Projections into the residual stream are scaled
-    down with depth, so that its variance does not grow with the number of layers.
+    Norms start at 1, other weights are drawn from a normal distribution with standard deviation 0.02. Projections into
+    the residual stream are scaled down with depth, so that its variance does not grow with the number of layers.
     """
     if name.endswith("norm.weight"):
         tensor.fill_(1.0)
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         assert self.head is not None
-        # Tied here rather than by sharing one parameter, which materializing from meta would untie.
+        # Tied here rather than by sharing one parameter: materializing the model from the meta device would untie it.
         tied = (self.embed.weight,) if self.spec.tie_embeddings and self.embed is not None else ()
         logits: torch.Tensor = self.head(self.norm(x), *tied)
         return logits

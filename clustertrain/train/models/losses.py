@@ -1,6 +1,6 @@
-"""Losses of the built-in trainer. Each returns its sum in fp32 and the number of terms.
+"""Losses of the built-in trainer. Each returns (sum, count): the sum of its terms in fp32 and their number.
 
-All are computed from logits with torch's fused functions, which do not overflow as formulas on probabilities can.
+Classification losses use torch's fused functions on logits, which do not overflow as formulas on probabilities can.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cross_entropy(
     ignore_index: int = -100,
     soft_targets: bool = True,
 ) -> SumAndCount:
-    """Return the cross-entropy of ``logits`` (..., classes), such as tokens or images.
+    """Return (sum, count) of the cross-entropy of ``logits`` (..., classes), for example of tokens or images.
 
     Args:
         targets: classes (...), or probabilities (..., classes), as from mixup.
@@ -84,38 +84,38 @@ def cross_entropy(
 
 
 def binary_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> SumAndCount:
-    """Return the binary cross-entropy; ``logits`` and ``targets`` have one shape, and targets lie between 0 and 1."""
+    """Return (sum, count) of the binary cross-entropy of logits and targets of one shape, targets between 0 and 1."""
     logits, targets = _to_fp32_pair("logits", logits, targets)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum"), targets.numel()
 
 
 def mse(outputs: torch.Tensor, targets: torch.Tensor) -> SumAndCount:
-    """Return the squared differences of ``outputs`` and ``targets`` of one shape."""
+    """Return (sum, count) of the squared differences between ``outputs`` and ``targets`` of one shape."""
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.mse_loss(outputs, targets, reduction="sum"), targets.numel()
 
 
 def l1(outputs: torch.Tensor, targets: torch.Tensor) -> SumAndCount:
-    """Return the absolute differences of ``outputs`` and ``targets`` of one shape."""
+    """Return (sum, count) of the absolute differences between ``outputs`` and ``targets`` of one shape."""
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.l1_loss(outputs, targets, reduction="sum"), targets.numel()
 
 
 def huber(outputs: torch.Tensor, targets: torch.Tensor, *, delta: float) -> SumAndCount:
-    """Return the Huber loss of ``outputs`` and ``targets`` of one shape.
+    """Return (sum, count) of the Huber loss between ``outputs`` and ``targets`` of one shape.
 
-    It is half the squared difference, and linear from ``delta`` on (Huber, "Robust estimation of a location parameter",
-    1964).
+    It is half the squared difference up to ``delta``, and linear above (Huber, "Robust estimation of a location
+    parameter", 1964).
     """
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.huber_loss(outputs, targets, reduction="sum", delta=delta), targets.numel()
 
 
 def nt_xent(views: object, targets: object, *, temperature: float) -> SumAndCount:
-    """Return the NT-Xent loss of ``views``, two embeddings (batch, dim) of the same samples.
+    """Return (sum, count) of the NT-Xent loss of ``views``, two embeddings (batch, dim) of the same samples.
 
     Each view must identify its partner among all other views of the micro-batch by cosine similarity (Chen et al.,
-    arXiv 2002.05709, equation 1). The loss therefore depends on the micro-batch size, unlike a two-tower model's.
+    arXiv 2002.05709, equation 1). Unlike the loss of a two-tower model, it therefore depends on the micro-batch size.
 
     Raises:
         ConfigError: ``views`` is not such a pair.
@@ -134,7 +134,7 @@ def nt_xent(views: object, targets: object, *, temperature: float) -> SumAndCoun
 
 
 def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
-    """Return the symmetric NT-Xent loss: cross-entropy of matching first to second views and the reverse, averaged.
+    """Return (sum, count) of the symmetric NT-Xent loss: the mean of matching first to second views and the reverse.
 
     Sources: Chen et al., arXiv 2002.05709, equation 1; between two encoders as in Radford et al., arXiv 2103.00020,
     figure 3.
@@ -142,8 +142,8 @@ def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
     Args:
         similarities: (groups, group, group), similarity of each first to each second view of its group, divided by the
             temperature. Log-sum-exp subtracts the maximum, so a low temperature does not overflow.
-        texts: (groups * group,), the text of each pair. Across the end of an epoch a group may contain one text twice;
-            it is not used as its own negative.
+        texts: (groups * group,), the text of each pair. At the end of an epoch a group may contain one text twice; it
+            is not used as its own negative.
     """
     groups, size, _ = similarities.shape
     text_ids = texts.view(groups, size)
@@ -157,7 +157,7 @@ def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
 
 
 def _to_fp32_pair(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in fp32, gathered if sharded."""
+    """Return both tensors in fp32; gather ``outputs`` if it is sharded."""
     outputs = outputs.full_tensor() if is_dtensor(outputs) else outputs
     _check_same_shape(name, outputs.shape, targets.shape)
     return outputs.float(), targets.float()

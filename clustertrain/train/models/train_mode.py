@@ -14,7 +14,7 @@ def find_eval_mode_modules(model: nn.Module) -> list[str]:
     """Return the names of the outermost modules in evaluation mode with trainable parameters; ``""`` is the model
     itself.
 
-    Frozen modules are excluded: they are in that mode on purpose.
+    Frozen modules are excluded, because they are meant to be in that mode.
     """
     return list(_outermost_eval_modules(model, ""))
 

@@ -18,7 +18,7 @@ MAX_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: 
 class Tower(nn.Module):
     """Encoder from token ids (batch, length) to fp32 unit embeddings (batch, embedding).
 
-    A bidirectional transformer, averaged over the text.
+    It is a bidirectional transformer whose outputs are averaged over the text.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

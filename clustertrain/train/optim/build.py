@@ -1,4 +1,4 @@
-"""Construction of an optimizer for the layout, from a class or a recipe's name."""
+"""Construction of an optimizer for the layout, from a class or a name of the registry."""
 
 from __future__ import annotations
 

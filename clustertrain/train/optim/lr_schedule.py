@@ -26,16 +26,16 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def unscaled_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the learning rate before the groups' ``lr_scale``, as :func:`set_lr` was given it."""
+    """Return the learning rate without the groups' ``lr_scale``, as passed to :func:`set_lr`."""
     groups = optimizer.param_groups
-    # An unscaled group has the exact value; a division may round it.
+    # A group without scaling has the exact value; a division may round it.
     group = next((g for g in groups if g.get(LR_SCALE) == 1.0), groups[0])
     lr: float = group["lr"] / group.get(LR_SCALE, 1.0)
     return lr
 
 
 class LearningRate:
-    """Learning-rate schedule; put it into the state of ``session.steps`` and call :meth:`apply` once per optimizer
+    """Learning-rate schedule. Pass it in the state of ``session.steps``, and call :meth:`apply` once per optimizer
     step."""
 
     def __init__(self, spec: ScheduleSpec, *, peak: float, total: int, higher_is_better: bool = False) -> None:
@@ -57,7 +57,7 @@ class LearningRate:
         return lr_schedule.lr_at_step(self._spec, step, self._total, peak=self._peak, plateau_factor=self._factor)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set the rate of step number ``step`` in all groups, times their ``lr_scale``."""
+        """Set each group's learning rate for optimizer step ``step``, times its ``lr_scale``."""
         set_lr(optimizer, self.at(step))
 
     @property
@@ -76,7 +76,7 @@ class LearningRate:
         if not math.isfinite(value):
             raise UsageError(
                 f"schedule.kind = 'plateau': the validation metric is {value}",
-                fix="find out why the evaluation returns NaN or Inf; a schedule cannot follow it",
+                fix="find out why the evaluation returns NaN or Inf; the schedule cannot use such a value",
             )
         signed_value = self._sign * value
         # Like torch's ReduceLROnPlateau with threshold_mode "rel", but also correct for negative values.

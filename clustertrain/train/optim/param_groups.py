@@ -33,7 +33,7 @@ def parameter_groups(
         param_table: result of :func:`~clustertrain.train.optim.param_info.build_param_table` for the whole model.
         weight_decay: of matrices; norms, biases, embeddings and scalars have none.
         layer_decay: factor of a layer's rate relative to the layer above; the head has 1.
-        lr_scale: factors of the rate by pattern of module names; the last matching one counts.
+        lr_scale: factors of the rate by pattern of module names; the last match applies.
         split_hidden: add the key ``matrices``, true for groups of hidden matrices.
 
     Raises:

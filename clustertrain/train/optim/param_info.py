@@ -44,7 +44,7 @@ class ParamTable:
     by_name: Mapping[str, ParamInfo]
     """Facts by parameter name of the whole model; a shared parameter appears under each name."""
     no_depth_reason: str = ""
-    """Why no depth is known; empty if it is."""
+    """Why depths are unknown; empty if they are known."""
 
     def match_names(self, pattern: str, key: str) -> list[str]:
         """Return the names of parameters in modules that match ``pattern``, including their submodules.
@@ -52,9 +52,9 @@ class ParamTable:
         Raises:
             ConfigError: there are none. The message names ``key``, the recipe key of the pattern.
         """
-        names = [n for n, d in self.by_name.items() if any(matches(pattern, m) for m in d.modules)]
+        names = [name for name, info in self.by_name.items() if any(matches(pattern, m) for m in info.modules)]
         if not names:
-            modules = {m for d in self.by_name.values() for m in d.modules}
+            modules = {m for info in self.by_name.values() for m in info.modules}
             raise ConfigError(
                 f"{key}: no module with parameters matches {pattern!r}", fix=suggest_modules(pattern, modules)
             )
@@ -211,7 +211,7 @@ def freeze(
 
 
 def find_unfreeze_steps(param_table: ParamTable, schedule: Iterable[tuple[int, Sequence[str]]]) -> dict[str, int]:
-    """Return the first optimizer step, counted from 1, that trains each parameter, by name; the earliest entry counts.
+    """Return the first optimizer step, counted from 1, that trains each parameter, by name; the earliest entry applies.
 
     Raises:
         ConfigError: a pattern matches nothing.

@@ -30,7 +30,7 @@ class OptimizerEntry:
     matrices_only: bool = False
     """Whether it applies only to hidden matrices; AdamW trains the rest."""
     extra: str = ""
-    """The extra of this package that installs it."""
+    """Optional dependency group (extra) of clustertrain that installs it."""
 
     def load(self) -> OptimizerClass:
         """Import the class.
@@ -74,7 +74,7 @@ def get_entry(name: str) -> OptimizerEntry:
 
 def needs_unsharded_params(cls: OptimizerClass) -> bool:
     """Return whether ``cls`` is, or derives from, an optimizer of the registry that needs full parameters."""
-    names = {k.name for k in OPTIMIZERS.values() if k.needs_unsharded}
+    names = {entry.name for entry in OPTIMIZERS.values() if entry.needs_unsharded}
     return any(
         base.__name__ in names and base.__module__.partition(".")[0] in ("torch", "torchao", "pytorch_optimizer")
         for base in cls.__mro__
@@ -91,7 +91,7 @@ def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> di
     by_name: Mapping[OptimizerName, dict[str, Any]] = {
         "adamw": {**adam, **kernels},
         "adam": {**adam, **kernels},
-        # Fused SGD needs momentum for all or none of a group, and parameters just unfrozen have none.
+        # Fused SGD needs momentum for all parameters of a group or for none, and parameters just unfrozen have none.
         "sgd": {**momentum, "nesterov": spec.nesterov, **({"foreach": True} if spec.unfreeze else kernels)},
         "adafactor": common,
         "lion": {**common, "betas": adam["betas"]},

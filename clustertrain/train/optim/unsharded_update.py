@@ -102,9 +102,9 @@ class UnshardedOptimizer(CompositeOptimizer):
         return gathered
 
     def inner_optimizers(self) -> list[WrappedOptimizer]:
-        outer = {id(whole): self._params[i] for i, whole in self._full_params.items()}
+        sharded_params = {id(full_param): self._params[i] for i, full_param in self._full_params.items()}
         return [
-            WrappedOptimizer(inner.optimizer, {id(p): outer[id(inner.model_param(p))] for p in inner.params})
+            WrappedOptimizer(inner.optimizer, {id(p): sharded_params[id(inner.model_param(p))] for p in inner.params})
             for inner in super().inner_optimizers()
         ]
 
@@ -170,12 +170,13 @@ class UnshardedOptimizer(CompositeOptimizer):
         device = _local_shard(self._params[0]).device
         flat = [t.reshape(-1) for tensors in outgoing for t in tensors]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        sizes = [sum(shard_slice.numel for shard_slice in slices) for slices in expected]
-        receive = torch.empty(sum(sizes), dtype=dtype, device=device)
-        dist.all_to_all_single(receive, send, sizes, [sum(t.numel() for t in to) for to in outgoing], group=self._group)
+        receive_sizes = [sum(shard_slice.numel for shard_slice in slices) for slices in expected]
+        receive = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
+        send_sizes = [sum(t.numel() for t in tensors) for tensors in outgoing]
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=self._group)
         return [
             list(torch.split(chunk, [shard_slice.numel for shard_slice in slices]))
-            for slices, chunk in zip(expected, torch.split(receive, sizes), strict=True)
+            for slices, chunk in zip(expected, torch.split(receive, receive_sizes), strict=True)
         ]
 
 
@@ -188,7 +189,7 @@ def _local_gradient(p: torch.Tensor) -> torch.Tensor:
 
 
 def _find_senders(slices: Sequence[ShardSlice]) -> list[int]:
-    """Return the ranks whose shards make up the parameter; of equal shards the first rank's."""
+    """Return the ranks whose shards make up the parameter; of several equal shards, the first rank sends its own."""
     first_rank: dict[ShardSlice, int] = {}
     for rank, shard_slice in enumerate(slices):
         if shard_slice.numel:

@@ -17,9 +17,9 @@ OptimizerFactory = Callable[[ParamGroups], torch.optim.Optimizer]
 class CompositeOptimizer(torch.optim.Optimizer):
     """Base of optimizers that delegate to inner ones.
 
-    Callers see and change its groups. Each has a counterpart in an inner optimizer, which receives the options before a
-    step and returns its counters after it. The inner optimizers hold the state, and ``inner_optimizers`` exposes it to
-    checkpoints; a ``state_dict`` of this rank would cover only some of the parameters.
+    Callers see and change its groups. Each group has a counterpart in an inner optimizer, which receives the options
+    before a step and returns its counters afterwards. The inner optimizers hold the state, and ``inner_optimizers``
+    exposes it to checkpoints; a ``state_dict`` of this rank would cover only some of the parameters.
     """
 
     def __init__(self, groups: ParamGroups) -> None:

@@ -202,7 +202,7 @@ class SessionCheckpointer:
         if self._manager is not None:  # a checkpoint saved before a rollback lacks the samples that this excluded
             for name, ranges in restore.excluded_ranges(self._manager.restore_context).items():
                 if isinstance(state.get(name), Loader):
-                    state[name].leave_out(ranges)
+                    state[name].exclude(ranges)
         if self._interval is not None:
             self._interval.restart_timer()
 

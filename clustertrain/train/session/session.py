@@ -152,7 +152,7 @@ class Session:
         Args:
             tp_plan: how tensor parallelism splits the model: a style by module name pattern, such as
                 ``{"layers.*.up": "colwise", ...}``, with the styles in
-                ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's attribute ``tp_plan``.
+                ``clustertrain.train.distributed.tensor_parallel.STYLES``; default: the model's attribute ``tp_plan``.
             freeze: name patterns of modules that are not trained.
             unfreeze: (step, patterns): :meth:`train_step` trains these modules from optimizer step ``step`` on,
                 counted from 1; until then they are frozen, whether or not ``freeze`` matches them.

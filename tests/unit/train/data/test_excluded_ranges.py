@@ -59,16 +59,16 @@ def test_included_runs_skip_excluded_ranges(seed: int) -> None:
 def test_batches_do_not_depend_on_the_number_of_ranks(ranks: int, global_batch: int) -> None:
     loaders = [make_loader(r, ranks, global_batch, micro_batch=2) for r in range(ranks)]
     for loader in loaders:
-        loader.leave_out([(13, 20), (36, 60)])
+        loader.exclude([(13, 20), (36, 60)])
     remaining = [p for p in range(200) if not (13 <= p < 20 or 36 <= p < 60)]
     for i in range(8):
         assert next_positions(*loaders) == remaining[i * global_batch : (i + 1) * global_batch]
 
 
-def test_leave_out_works_with_workers_and_after_resume() -> None:
+def test_exclude_works_with_workers_and_after_resume() -> None:
     one = make_loader(workers=2)
     next(one)
-    one.leave_out([(24, 48)])
+    one.exclude([(24, 48)])
     seen = [next_positions(one) for _ in range(2)]
     assert seen == [list(range(12, 24)), list(range(48, 60))]
     state = one.state_dict()
@@ -76,7 +76,7 @@ def test_leave_out_works_with_workers_and_after_resume() -> None:
     others = [make_loader(r, 3) for r in range(3)]
     for loader in others:
         loader.load_state_dict(state)
-        loader.leave_out([(24, 48)])  # repeated from the run's record
+        loader.exclude([(24, 48)])  # repeated from the run's record
     assert next_positions(*others) == list(range(60, 72))
     one.load_state_dict({**state, "position": 12})
     assert next_positions(one) == list(range(12, 24)) and next_positions(one)[0] == 48
@@ -87,7 +87,7 @@ def test_older_state_drops_later_exclusions() -> None:
     loader = make_loader()
     state = loader.state_dict()
     assert "excluded" not in state
-    loader.leave_out([(0, 12)])
+    loader.exclude([(0, 12)])
     assert next_positions(loader)[0] == 12
     loader.load_state_dict(state)
     assert next_positions(loader)[0] == 0

@@ -210,7 +210,7 @@ def test_nonfinite_sample_raises_only_on_a_fresh_run() -> None:
     assert torch.isnan(next(fresh)[0]).any()  # the step is skipped and counted
     resumed = make_loader(NotANumber(fifth), global_batch=4)
     resumed.load_state_dict(rolled_back.state_dict())
-    rolled_back.leave_out([(0, 4)])
+    rolled_back.exclude([(0, 4)])
     for one in (resumed, rolled_back):
         assert torch.isnan(next(one)[0]).any()
     first = make_loader().micro_batches_at(0)[0][0][0]

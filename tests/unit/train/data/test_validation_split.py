@@ -50,7 +50,7 @@ def test_each_sample_is_in_exactly_one_split(dataset_type: type[Numbers], size: 
 
 def test_large_dataset_splits_alike_in_constant_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [samples_of(part) for part in split(Numbers(range(1000)), 0.2, "n")]
-    monkeypatch.setattr(validation_split, "LISTED", 999)
+    monkeypatch.setattr(validation_split, "MAX_STORED_PERMUTATION", 999)
     assert [samples_of(part) for part in split(Numbers(range(1000)), 0.2, "n")] == listed
 
 
