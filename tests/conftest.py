@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ["OMP_NUM_THREADS"] = "1"
 # For the tests and their child processes. Ranks on few cores wake each other at every collective, and by default the
 # kernel switches to the woken one at once. Without that, four ranks take a fifth less time.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+with contextlib.suppress(OSError):  # not permitted in some containers
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Files whose tests share an expensive fixture: one worker runs the whole file.
 WHOLE_FILES = frozenset(
