@@ -102,7 +102,7 @@ def test_plot_writes_page_and_creates_no_run(tmp_path: Path) -> None:
     assert left_no_files(tmp_path)
 
 
-OWN = """
+MODULE = """
 import torch
 from sound import Clouds, Perceptron
 
@@ -142,7 +142,7 @@ class Exits(Perceptron):
 
 @pytest.fixture
 def module_folder(tmp_path: Path) -> Path:
-    (tmp_path / "custom_parts.py").write_text(OWN)
+    (tmp_path / "custom_parts.py").write_text(MODULE)
     (tmp_path / "sound.py").write_text((RECIPES / "sound.py").read_text())
     return tmp_path
 
