@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -15,10 +14,6 @@ from xdist.scheduler import LoadScopeScheduling
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
 # small to share, and with more threads than cores, waiting threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
-# For the tests and their child processes. Ranks on few cores wake each other at every collective, and by default the
-# kernel switches to the woken one at once. Without that, four ranks take a fifth less time.
-with contextlib.suppress(OSError):  # not permitted in some containers
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Files whose tests share an expensive fixture: one worker runs the whole file.
 WHOLE_FILES = frozenset(
