@@ -34,7 +34,7 @@ SLOW := -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu'
 # Without that, four ranks take a fifth less time. A container may refuse it.
 PATIENTLY = nice -n 5 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
-ALONE := -m 'slurm or gpu' tests/slurm tests/gpu
+ALONE := -m 'slurm or gpu'
 # A shell starts what it runs in the background with SIGINT ignored.
 BESIDE := env --default-signal=INT,QUIT
 
