@@ -32,7 +32,7 @@ FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not
 SLOW := -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu'
 # Ranks on few cores wake each other at every collective, and by default the kernel switches to the woken one at once.
 # Without that, four ranks take a fifth less time. A container may refuse it.
-PATIENTLY = nice -n 5 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
+PATIENTLY = nice -n 19 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
 ALONE := -m 'slurm or gpu'
 # A shell starts what it runs in the background with SIGINT ignored.
