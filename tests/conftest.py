@@ -1,4 +1,4 @@
-"""Distribution of the tests over pytest-xdist's workers, and economical use of the cores."""
+"""Distribution of the tests over pytest-xdist's workers, economical use of the cores, and names of cases."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from clustertrain.plan.layout import Layout
 
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
 # small to share, and with more threads than cores, waiting threads spin.
@@ -28,6 +30,8 @@ WHOLE_FILES = frozenset(
         "test_trackers.py",
     }
 )
+
+MAX_ID_LENGTH = 60
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,3 +63,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SingleTestSc
 def pytest_xdist_auto_num_workers() -> int:
     """Return one more than the cores: workers wait for processes in a third of their time."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name cases by their tables and lists, such as ``optim.lr=0.1``, where pytest would number them."""
+    if isinstance(val, Layout):
+        return val.describe()
+    if isinstance(val, (dict, list, tuple)):
+        text = _format_value(val)[:MAX_ID_LENGTH] or "empty"
+        return text.encode("unicode_escape").decode()  # some cases are not printable
+    return None
+
+
+def _format_value(value: object, prefix: str = "") -> str:
+    if isinstance(value, dict):
+        return " ".join(_format_value(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items())
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return f"{prefix}={text}" if prefix else text
