@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 PACE_S = 0.1
-GLOBAL_BATCH = 16
+GLOBAL_BATCH = 16  # of the recipe in tests/runs.py
 
 
 class PacedText(Dataset[tuple[torch.Tensor, torch.Tensor]]):

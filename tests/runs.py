@@ -17,10 +17,10 @@ from clustertrain import clock
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli.jobs import status_json
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.state import FINAL
 from clustertrain.scheduler.run_status import run_status
 
 POLL_S = 0.6
-FINAL_STATES = ("completed", "failed", "cancelled")
 # Background jobs of a shell ignore SIGINT, and the test run may be one of them.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 CLI = [sys.executable, "-m", "clustertrain"]
@@ -90,7 +90,7 @@ class Run:
 
     def cancel_if_active(self) -> None:
         """Cancel the run for the end of a test, without a process for a run that has ended."""
-        if self.poll_status()["state"] not in FINAL_STATES:
+        if self.poll_status()["state"] not in FINAL:
             self.call("cancel", self.id, check=False)
 
     def explain(self) -> str:
@@ -122,11 +122,11 @@ class Run:
         self.wait_for(lambda s: self.has_done(s, step, attempt), f"step {step} of attempt {attempt}")
 
     def has_done(self, status: dict[str, Any], step: int, attempt: int = 1) -> bool:
-        assert status["state"] not in ("failed", "cancelled", "completed"), self.explain()
+        assert status["state"] not in FINAL, self.explain()
         return any(a["n"] == attempt and (a["last_step"] or 0) >= step for a in status["attempts"])
 
     def wait_until_final(self, timeout_s: float = 300.0) -> dict[str, Any]:
-        return self.wait_for(lambda s: s["state"] in FINAL_STATES, "the end", timeout_s)
+        return self.wait_for(lambda s: s["state"] in FINAL, "the end", timeout_s)
 
     def complete(self, timeout_s: float = 300.0) -> dict[str, Any]:
         last = self.wait_until_final(timeout_s)
