@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -22,7 +22,7 @@ def main() -> None:
     # Garbage collections during the import of torch and at exit take 40% of torchrun's CPU time and free nothing. The
     # exit may be part of the grace time.
     gc.disable()
-    importlib.import_module(module.rpartition(".")[0] or module)
+    importlib.util.find_spec(module)  # imports the packages that contain it, here torch and torch.distributed
     gc.freeze()
     gc.enable()
     try:
