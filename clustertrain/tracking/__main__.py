@@ -65,7 +65,7 @@ def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
         uploader.thread.start()
     while not stop_event.wait(POLL_S):
         if owner.is_superseded():
-            print("clustertrain tracking: stopped: another process now tracks the run", file=sys.stderr, flush=True)
+            print("clustertrain tracking: ended: another process tracks the run now", file=sys.stderr, flush=True)
             return EXIT_SUCCESS
     for uploader in uploaders:
         uploader.request_stop()

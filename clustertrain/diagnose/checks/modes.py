@@ -165,7 +165,7 @@ def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
         fix = "look for detach(), .item(), no_grad or argmax between the parameters and the loss"
         notes.append(("fail", "no parameter has a nonzero gradient", fix))
     if unused:
-        fix = "use them in forward, remove or freeze them; DistributedDataParallel needs a gradient of every parameter"
+        fix = "use them in forward, remove or freeze them, or set parallel.find_unused_parameters for ddp"
         notes.append(("fail", f"without a gradient: {_format_names(unused)}", fix))
     if not_updated:
         fix = "pass these parameters to the optimizer, not copies of them"

@@ -37,5 +37,8 @@ def list_files(spec: DataSpec) -> list[Path]:
             matched = fnmatch.filter(names, spec.pattern)
         matches += [f"{folder}/{n}" for n in matched]
     if not matches:
-        raise ConfigError(f"data.path = {spec.path!r}: no file matches data.pattern = {spec.pattern!r}")
+        raise ConfigError(
+            f"data.path = {spec.path!r}: no file matches data.pattern = {spec.pattern!r}",
+            fix="set data.pattern to the names of its text files, such as '*.txt'",
+        )
     return [Path(p) for p in sorted(matches)]  # all start with root, which thus does not affect the order

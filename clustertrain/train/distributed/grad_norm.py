@@ -19,7 +19,7 @@ def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def reduce_partial_gradients(params: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients that tensor parallelism leaves partial: those of modules that work on a part of the sequence.
+    """Sum the partial gradients of modules to which tensor parallelism gives only a part of the sequence.
 
     Call it once per step rather than per micro-batch; ``fully_shard`` reduces its gradients itself.
     """

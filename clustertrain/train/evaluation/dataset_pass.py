@@ -84,7 +84,7 @@ class DatasetPass:
         self._to_device = DeviceTransfer(device)
 
     def indices(self) -> Iterator[tuple[int, ...]]:
-        """Yield the samples that count, by micro-batch; those of one round over all ranks are contiguous."""
+        """Yield the samples that count, by micro-batch; in each round, all ranks together read contiguous samples."""
         stride = self._micro_batch * self._ranks
         for first in range(self._rank * self._micro_batch, -(-self.num_samples // stride) * stride, stride):
             yield tuple(range(first, min(first + self._micro_batch, self.num_samples)))

@@ -199,7 +199,7 @@ class SessionCheckpointer:
             seeds.restore_rng_state(restored.rank_state["random"], self._context.device)
         else:
             seeds.seed_everything(seeds.derive_seed(seed, "rank", step, self._context.rank))
-        if self._manager is not None:  # a checkpoint saved before a rollback lacks the samples that this excluded
+        if self._manager is not None:  # an older checkpoint does not have the exclusions of later rollbacks
             for name, ranges in restore.excluded_ranges(self._manager.restore_context).items():
                 if isinstance(state.get(name), Loader):
                     state[name].exclude(ranges)

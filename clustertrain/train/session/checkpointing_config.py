@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def build_config(context: RankContext, keep: int | None, early_stopping: EarlyStopping | None) -> CheckpointConfig:
     """Return the configuration of this rank's checkpoint manager.
 
-    ``keep`` and ``early_stopping`` are those of :func:`build_policy`.
+    For ``keep`` and ``early_stopping``, see :func:`build_policy`.
     """
     spec = _checkpoint_spec(context)
     policy = build_policy(context, keep, early_stopping)

@@ -122,7 +122,7 @@ class MetricsProcessor:
         self._progress.begin_step(step)
 
     def end_step(self, step: int, tokens: int) -> None:
-        """Queue the row of step ``step``, counted from 1; ``tokens`` are those of the step, 0 if unknown."""
+        """Queue the row of step ``step``, counted from 1, which trained on ``tokens`` tokens; 0 if unknown."""
         if self.monitor is not None:
             self.monitor.end_step(step)
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None

@@ -1,4 +1,4 @@
-"""Comparison of the conditions under which a checkpoint was saved with those of this process (``contract.resume``)."""
+"""Comparison of the conditions of this process with those when a checkpoint was saved (``contract.resume``)."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def check_origin(origin: CheckpointOrigin, context: RankContext, current: Mappin
 def find_differences(origin: CheckpointOrigin, context: RankContext, current: Mapping[str, Any]) -> list[str]:
     """Return one message per difference in layout, ranks, precision, code and versions.
 
-    The version of the data is not compared here, since the loader always refuses a different one. ``current`` is that
-    of :func:`check_origin`.
+    The version of the data is not compared here, since the loader always refuses a different one. For ``current``, see
+    :func:`check_origin`.
     """
     messages = []
     if origin.world_size != context.world_size:

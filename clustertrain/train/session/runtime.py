@@ -216,7 +216,7 @@ def close_runtime(runtime: SessionRuntime, error: BaseException | None) -> None:
     """Record how this rank ended and close everything. Collective unless ``error`` is a failure.
 
     Raises:
-        SystemExit: the end of the job caused ``error``; the exit code is that of a stopped rank.
+        SystemExit: the end of the job caused ``error``; the rank exits like a stopped one.
     """
     t_begin = clock.now()
     runtime.progress.enter_phase(heartbeat.SHUTDOWN)
