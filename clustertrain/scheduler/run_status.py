@@ -37,6 +37,8 @@ class SchedulerAnswers:
     views: dict[str, JobView] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     """Why there is no answer."""
+    queried: set[str] = field(default_factory=set)
+    """Ids of all jobs queried; a job in neither ``views`` nor ``errors`` is unknown to its scheduler."""
     backends_without_accounting: set[str] = field(default_factory=set)
     """Names of backends whose accounting did not answer."""
 
@@ -136,12 +138,9 @@ def total_steps(run: RunDir) -> int | None:
 
 def run_status(run: RunDir, answers: SchedulerAnswers | None = None) -> RunStatus:
     """Return the status of a run. ``answers`` are those of an earlier query for many runs."""
-    history = attempts.load_attempts(run)
-    job_id = latest_job_id(run, history)
     backend = backend_for_run(run)
-    if answers is None:
-        answers = SchedulerAnswers()
-        _query_jobs(backend, [job_id] if job_id is not None else [], answers)
+    answers = answers or SchedulerAnswers()
+    history, job_id = _load_history(run, backend, answers)
     view, scheduler_error = answers.views.get(job_id or ""), answers.errors.get(job_id or "")
     starts: list[JobStart] = []
     # A run that was requeued may have been cancelled since in the queue, with scancel.
@@ -178,7 +177,23 @@ def run_status(run: RunDir, answers: SchedulerAnswers | None = None) -> RunStatu
     )
 
 
+def _load_history(run: RunDir, backend: Backend, answers: SchedulerAnswers) -> tuple[list[Attempt], str | None]:
+    """Return the attempts and the id of the newest job, which ``answers`` covers afterwards.
+
+    The attempts are never older than the answer that the job has ended. Otherwise an attempt that recorded its ending
+    between the two reads would count as one that ended without a record.
+    """
+    history = attempts.load_attempts(run)
+    while (job_id := latest_job_id(run, history)) is not None and job_id not in answers.queried:
+        _query_jobs(backend, [job_id], answers)
+        view = answers.views.get(job_id)
+        if view is None or not view.is_alive:
+            history = attempts.load_attempts(run)  # may name a newer job
+    return history, job_id
+
+
 def _query_jobs(backend: Backend, job_ids: Sequence[str], answers: SchedulerAnswers) -> None:
+    answers.queried.update(job_ids)
     # Slurm answers for all jobs or for none; each local job has a file, which may be unreadable.
     for group in [job_ids] if backend.name == "slurm" else [[job_id] for job_id in job_ids]:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from clustertrain.run import run_dir, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import run_status as run_status_module
 from clustertrain.scheduler.backend import JobStart, JobView
+from clustertrain.scheduler.run_status import RunStatus
 from clustertrain.scheduler.slurm import SlurmBackend
 
 
@@ -26,8 +27,10 @@ class FakeScheduler(SlurmBackend):
     def __init__(self) -> None:
         self.queue: dict[str, JobView] | None = {}
         self.past_starts: list[JobStart] = []
+        self.before_answer: Callable[[], None] = lambda: None
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        self.before_answer()
         if self.queue is None:
             raise CommandFailed("squeue failed: Unable to contact slurm controller")
         return {j: self.queue[j] for j in job_ids if j in self.queue}
@@ -95,6 +98,30 @@ def test_final_states_come_from_the_files_without_an_answer(run: RunDir, schedul
     assert run_status_module.run_status(run).state == state.FAILED
     fsio.write_json(run.cancel_marker, {"t": 5.0})
     assert run_status_module.run_status(run).state == state.CANCELLED
+
+
+def test_run_that_completes_during_the_query_is_completed(run: RunDir, scheduler: FakeScheduler) -> None:
+    write_attempt(run)
+    scheduler.queue = {"7": JobView("7", "COMPLETED")}
+    completed = (3.0, "ended", {"ending": "completed", "reason": "all ranks completed"})
+    scheduler.before_answer = lambda: write_events(run.attempt(1).events_path("batch"), completed)
+    assert run_status_module.run_status(run).state == state.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "query",
+    [run_status_module.run_status, lambda run: run_status_module.run_statuses([run])[0]],
+    ids=["one run", "list"],
+)
+def test_run_that_continues_as_another_job_during_the_query_is_not_failed(
+    run: RunDir, scheduler: FakeScheduler, query: Callable[[RunDir], RunStatus]
+) -> None:
+    write_attempt(run, PREEMPTED, STOPPED)
+    scheduler.queue = {"7": JobView("7", "COMPLETED"), "8": JobView("8", "PENDING")}
+    continued: list[tuple[float, str, dict[str, Any]]] = [(5.0, "continued", {}), (5.1, "continued", {"job_id": "8"})]
+    scheduler.before_answer = lambda: write_events(run.events / "continued-h-1.jsonl", *continued)
+    status_of_run = query(run)
+    assert (status_of_run.state, status_of_run.job_id) == (state.REQUEUED, "8")
 
 
 def test_continued_run_is_requeued_without_an_answer(run: RunDir, scheduler: FakeScheduler) -> None:
