@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from clustertrain.config.checks.ranges import check_positive, check_range
+from clustertrain.config.optimizers import OPTIMIZERS, OptimizerName
 
-OptimizerName = Literal[
-    "adamw", "adam", "sgd", "adafactor", "lion", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"
-]
 ClipMethod = Literal["norm", "value", "adaptive"]
 
 
@@ -102,12 +99,9 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Defaults: (0.9, 0.95) for language models since GPT-3 (arXiv 2005.14165, appendix B), (0.9, 0.999) from Adam
         (arXiv 1412.6980); Lion (arXiv 2302.06675) and SOAP (arXiv 2409.11321) use their authors' values.
         """
-        return self.betas or _DEFAULT_BETAS.get(self.name) or ((0.9, 0.95) if is_text else (0.9, 0.999))
+        return self.betas or OPTIMIZERS[self.name].default_betas or ((0.9, 0.95) if is_text else (0.9, 0.999))
 
     @property
     def effective_momentum(self) -> float:
         """The momentum to use; Muon's default is its author's (kellerjordan.github.io/posts/muon)."""
-        return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
-
-
-_DEFAULT_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99), "soap": (0.95, 0.95)}
+        return self.momentum if self.momentum is not None else OPTIMIZERS[self.name].default_momentum

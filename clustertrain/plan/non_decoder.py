@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from clustertrain.config.model import ModelSpec
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.batch import nearest_multiples
 from clustertrain.plan.cost.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, MemoryEstimate
-from clustertrain.plan.cost.optimizer_state import SHAPE_DEPENDENT_STATE, state_bytes
+from clustertrain.plan.cost.optimizer_state import state_bytes
 from clustertrain.plan.layout import Layout
 
 MAX_UNESTIMATED_MICRO_BATCH = 32  # samples, if memory is not estimated
@@ -58,7 +59,7 @@ def estimate_states(recipe: Recipe, layout: Layout, capacity_gib: float | None) 
         return MemoryEstimate(capacity_gib=capacity_gib)
     local_params = model.parameters() / (layout.dp_shard if layout.is_sharded else 1)
     updated_params = local_params / (layout.dp_replicate if layout.zero1 else 1)
-    is_shape_independent = recipe.optim.name not in SHAPE_DEPENDENT_STATE
+    is_shape_independent = not OPTIMIZERS[recipe.optim.name].has_shape_dependent_state
     return MemoryEstimate(
         params_gib=local_params * WEIGHT_BYTES / GIB,
         grads_gib=local_params * GRAD_BYTES / GIB,

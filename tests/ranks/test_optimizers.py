@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from clustertrain.plan.cost.optimizer_state import WHOLE_PARAM_OPTIMIZERS
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.plan.layout import Layout
 from tests.harness.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
 from tests.harness.optimizers.measure import Outcome, run_layout
@@ -34,7 +34,7 @@ def test_sharded_update_equals_update_of_whole_parameters(layout: str, tmp_path:
         results = json.loads(out.with_suffix(f".{rank}").read_text())
         assert results.keys() == CELLS.keys()
         for name, (difference, largest_at) in results.items():
-            allowed = 0.0 if CELLS[name]["name"] in WHOLE_PARAM_OPTIMIZERS else 1e-6
+            allowed = 0.0 if OPTIMIZERS[CELLS[name]["name"]].needs_unsharded else 1e-6
             assert difference <= allowed, (name, rank, largest_at)
 
 

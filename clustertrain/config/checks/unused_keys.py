@@ -14,6 +14,7 @@ import msgspec
 from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.data import DIGITS
 from clustertrain.config.job import RunSpec
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.parsing.documents import format_value
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
@@ -210,8 +211,6 @@ _SIZES = (
     "vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len", "rope_theta", "norm_eps",
     "tie_embeddings", "dropout",
 )  # fmt: skip
-# Including those that run AdamW on some parameters.
-_ADAM = ("adamw", "adam", "lamb", "muon", "soap", "shampoo", "adamw8bit")
 # A key may have several rules, and inherits those of its tables; the first unmet one is reported.
 _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     *((f"model.{name}", _OWN_MODEL) for name in (*_SIZES, "kind", "preset", "convnet", "two_tower")),
@@ -234,9 +233,9 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("objective.delta", _when_objective("huber")),
     ("objective.temperature", _when_objective("nt-xent")),
     ("objective.temperature", _TEMPERATURE),
-    ("optim.betas", _when_optimizer(*_ADAM, "lion")),
-    ("optim.eps", _when_optimizer(*_ADAM)),
-    ("optim.momentum", _when_optimizer("sgd", "lars", "muon")),
+    ("optim.betas", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_betas))),
+    ("optim.eps", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_eps))),
+    ("optim.momentum", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_momentum))),
     ("optim.nesterov", _when_optimizer("sgd")),
     ("optim.clip_norm", _when_clip("norm", "adaptive")),  # adaptive: until enough norms are known
     ("optim.clip_value", _when_clip("value")),

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, replace
 
 from clustertrain.config.optim import OptimSpec
-from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, WHOLE_PARAM_OPTIMIZERS, OptimizerStateSize
+from clustertrain.config.optimizers import OPTIMIZERS
+from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, OptimizerStateSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def get_framework(name: str) -> Framework:
 
 def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerStateSize) -> Framework:
     """Return ``framework`` with a recipe's optimizer; frozen parameters have no gradient."""
-    needs_gather = optim.name in WHOLE_PARAM_OPTIMIZERS
+    needs_gather = OPTIMIZERS[optim.name].needs_unsharded
     return replace(
         framework,
         optimizer_bytes=state.bytes_per_param,

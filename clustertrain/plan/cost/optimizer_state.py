@@ -11,20 +11,13 @@ from dataclasses import dataclass
 
 from clustertrain.config.checks.module_patterns import matches, suggest_modules
 from clustertrain.config.model import ModelSpec
-from clustertrain.config.optim import OptimizerName, OptimSpec
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
-WHOLE_PARAM_OPTIMIZERS: frozenset[OptimizerName] = frozenset(
-    {"adafactor", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"}
-)  # updates need whole parameters
-COUPLED_DECAY_OPTIMIZERS: frozenset[OptimizerName] = frozenset(
-    {"adam", "sgd", "lars", "shampoo"}
-)  # weight decay is added to the gradient
 MAX_COUPLED_DECAY = 0.01
-MATRIX_OPTIMIZERS: frozenset[OptimizerName] = frozenset({"muon", "shampoo"})  # other parameters use AdamW
-SHAPE_DEPENDENT_STATE: frozenset[OptimizerName] = frozenset({"adafactor", "muon", "soap", "shampoo", "adamw8bit"})
 MAX_PRECONDITIONED_DIM = 10_000  # SOAP skips longer dimensions
 _QUANT_BLOCK, _MIN_QUANTIZED = 256, 4096  # 8-bit moments: elements per block, and the smallest quantized size
 # With gathered parameters: value and gradient of those that a rank owns, and buffers for both in transit.
@@ -38,7 +31,7 @@ def state_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool
         is_hidden_matrix: the parameter is a matrix of a layer.
     """
     size, name = math.prod(shape), spec.name
-    if name in MATRIX_OPTIMIZERS and not is_hidden_matrix:
+    if OPTIMIZERS[name].matrices_only and not is_hidden_matrix:
         name = "adamw"
     match name:
         case "sgd" | "lars":
@@ -154,13 +147,13 @@ def check_optimizer(spec: OptimSpec, layout: Layout, model_kind: str, device: st
         ConfigError: the optimizer does not support the layout or the model.
     """
     name = spec.name
-    if name in MATRIX_OPTIMIZERS and model_kind == "convnet":
+    if OPTIMIZERS[name].matrices_only and model_kind == "convnet":
         raise ConfigError(
             f"optim.name = {name!r} is for the matrices of hidden layers, which a convnet lacks: its filters have "
             "four dimensions",
             fix="use optim.name = 'sgd' with momentum, 'lars' or 'adamw'",
         )
-    if layout.offload and name in WHOLE_PARAM_OPTIMIZERS:
+    if layout.offload and OPTIMIZERS[name].needs_unsharded:
         raise ConfigError(
             f"optim.name = {name!r} with parallel.offload: its update needs whole parameters, which "
             "would be gathered in host memory and updated by the CPUs",
@@ -174,7 +167,7 @@ def check_optimizer(spec: OptimSpec, layout: Layout, model_kind: str, device: st
             "optim.name = 'adamw8bit' compiles its update for each parameter shape: the first step takes up to a "
             "minute longer"
         )
-    if name in COUPLED_DECAY_OPTIMIZERS and spec.weight_decay > MAX_COUPLED_DECAY:
+    if OPTIMIZERS[name].has_coupled_decay and spec.weight_decay > MAX_COUPLED_DECAY:
         notes.append(
             f"optim.weight_decay = {spec.weight_decay:g} with optim.name = {name!r}: it is added to the gradient (L2), "
             "while adamw subtracts it from the weights (arXiv 1711.05101): far less is usual here, such as 1e-4"
@@ -199,9 +192,9 @@ def describe_optimizer(spec: OptimSpec, layout: Layout, state: OptimizerStateSiz
         parts.append(f"{state.bytes_per_param:.3g} bytes of state per parameter")
     if state is not None and state.trained_fraction < 1:
         parts.append(f"{state.trained_fraction:.0%} of the parameters are trained")
-    if spec.name in MATRIX_OPTIMIZERS:
+    if OPTIMIZERS[spec.name].matrices_only:
         parts.append("for the hidden matrices, adamw for the rest")
-    if spec.name in WHOLE_PARAM_OPTIMIZERS and needs_gather(spec, layout):
+    if OPTIMIZERS[spec.name].needs_unsharded and needs_gather(spec, layout):
         parts.append(
             "each parameter is updated whole by the rank that holds its state, with two exchanges per step "
             "that the predicted time excludes"
@@ -224,6 +217,6 @@ def _describe_constants(spec: OptimSpec, *, text: bool) -> str:
 
 def needs_gather(spec: OptimSpec, layout: Layout) -> bool:
     """Return whether sharded parameters are gathered for the update."""
-    return spec.name in WHOLE_PARAM_OPTIMIZERS and (
+    return OPTIMIZERS[spec.name].needs_unsharded and (
         layout.tp > 1 or (layout.is_sharded and layout.dp_shard * layout.cp > 1)
     )

@@ -7,13 +7,13 @@ from 256 to 8192 images, a factor of 32, and lost accuracy beyond.
 
 from __future__ import annotations
 
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch, Layout, pluralize
 
 LINEAR_POWER, SQRT_POWER = 1.0, 0.5  # powers of k for SGD and Adam
 MAX_BATCH_SCALING = 32
-_LINEAR_OPTIMIZERS = frozenset({"sgd", "lars"})
 
 
 def scale_lr(lr: float, batch_ratio: float, power: float) -> float:
@@ -35,7 +35,7 @@ def advise_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> tu
     """Return reasons and warnings about ``optim.lr`` at this batch for the recipe's optimizer."""
     lr, tuned_batch, global_batch = recipe.optim.lr, recipe.optim.lr_reference_batch, batch.global_batch
     name = recipe.optim.name
-    power = LINEAR_POWER if name in _LINEAR_OPTIMIZERS else SQRT_POWER
+    power = LINEAR_POWER if OPTIMIZERS[name].scales_lr_linearly else SQRT_POWER
     rule = "x {}, arXiv 1706.02677" if power == LINEAR_POWER else "x sqrt({}), arXiv 2205.10287"
     if tuned_batch and global_batch > MAX_BATCH_SCALING * tuned_batch:
         return [], [_format_batch_too_large(tuned_batch, global_batch)]

@@ -6,11 +6,9 @@ import importlib.util
 import sys
 
 from clustertrain.config.data import DIGITS
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-
-# Optimizers of the package pytorch_optimizer; the classes are in train/optim/registry, which imports torch.
-PYTORCH_OPTIMIZERS = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})
 
 
 def is_installed(package: str) -> bool:
@@ -28,9 +26,9 @@ def check_packages(recipe: Recipe, python: str) -> None:
     if python != sys.executable:
         return
     name, digits = recipe.optim.name, DIGITS in (recipe.data.path, recipe.data.validation_path)
+    optimizer = OPTIMIZERS[name]
     for needed, key, package, extra in (
-        (name in PYTORCH_OPTIMIZERS, f"optim.name = {name!r}", "pytorch_optimizer", "optimizers"),
-        (name == "adamw8bit", f"optim.name = {name!r}", "torchao", "optimizers"),
+        (optimizer.package, f"optim.name = {name!r}", optimizer.package, optimizer.extra),
         (recipe.train.precision == "fp8", "train.precision = 'fp8'", "torchao", "fp8"),
         (recipe.data.augment.is_enabled, "data.augment", "kornia", "augment"),
         (digits, f"data.path = {DIGITS!r}", "sklearn", "examples"),

@@ -47,7 +47,7 @@ def build_optimizer(
         UnsuitableEnvironment: a package is missing.
     """
     is_pair = isinstance(cls_or_name, str) and registry.get_entry(cls_or_name).matrices_only
-    cls = registry.get_entry(cls_or_name).load() if isinstance(cls_or_name, str) else cls_or_name
+    cls = registry.load_class(registry.get_entry(cls_or_name)) if isinstance(cls_or_name, str) else cls_or_name
     if params is None and isinstance(cls_or_name, str):
         decay = options.pop("weight_decay", DEFAULT_WEIGHT_DECAY)
         params = parameter_groups(model, param_table, weight_decay=decay, split_hidden=is_pair)

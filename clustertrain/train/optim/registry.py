@@ -1,4 +1,4 @@
-"""Optimizers of the ``[optim]`` table: class, options and layout requirements."""
+"""The classes of the optimizers and their options from the ``[optim]`` table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
-from clustertrain.config.optim import OptimizerName, OptimSpec
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.optimizers import OPTIMIZERS, OptimizerEntry, OptimizerName
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 
@@ -19,50 +19,22 @@ OptimizerClass = type[torch.optim.Optimizer]
 OptimizerConstructor = Callable[..., torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
-class OptimizerEntry:
-    """Import path and requirements of an optimizer."""
+def load_class(entry: OptimizerEntry) -> OptimizerClass:
+    """Import the class of ``entry``.
 
-    module: str
-    name: str
-    needs_unsharded: bool = False
-    """Whether its update needs full parameters rather than shards."""
-    matrices_only: bool = False
-    """Whether it applies only to hidden matrices; AdamW trains the rest."""
-    extra: str = ""
-    """Optional dependency group (extra) of clustertrain that installs it."""
-
-    def load(self) -> OptimizerClass:
-        """Import the class.
-
-        Raises:
-            UnsuitableEnvironment: its package is not installed.
-        """
-        try:
-            cls: OptimizerClass = getattr(importlib.import_module(self.module), self.name)
-        except ImportError as e:
-            if not self.extra:
-                raise
-            raise UnsuitableEnvironment(
-                f"optimizer {self.name}: {e}", fix=f"pip install 'clustertrain[{self.extra}]' for the job's Python"
-            ) from e
-        return cls
-
-
-_EXTRA = "optimizers"
-OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
-    "adamw": OptimizerEntry("torch.optim", "AdamW"),
-    "adam": OptimizerEntry("torch.optim", "Adam"),
-    "sgd": OptimizerEntry("torch.optim", "SGD"),
-    "adafactor": OptimizerEntry("torch.optim", "Adafactor", needs_unsharded=True),
-    "lion": OptimizerEntry("pytorch_optimizer", "Lion", extra=_EXTRA),
-    "lamb": OptimizerEntry("pytorch_optimizer", "Lamb", needs_unsharded=True, extra=_EXTRA),
-    "lars": OptimizerEntry("pytorch_optimizer", "LARS", needs_unsharded=True, extra=_EXTRA),
-    "muon": OptimizerEntry("torch.optim", "Muon", needs_unsharded=True, matrices_only=True),
-    "soap": OptimizerEntry("pytorch_optimizer", "SOAP", needs_unsharded=True, extra=_EXTRA),
-    "shampoo": OptimizerEntry("pytorch_optimizer", "Shampoo", needs_unsharded=True, matrices_only=True, extra=_EXTRA),
-    "adamw8bit": OptimizerEntry("clustertrain.train.optim.adamw8bit", "AdamW8bit", needs_unsharded=True, extra=_EXTRA),
-}
+    Raises:
+        UnsuitableEnvironment: its package is not installed.
+    """
+    try:
+        cls: OptimizerClass = getattr(importlib.import_module(entry.module), entry.class_name)
+    except ImportError as e:
+        if not entry.extra:
+            raise
+        raise UnsuitableEnvironment(
+            f"optimizer {entry.class_name}: {e}",
+            fix=f"pip install 'clustertrain[{entry.extra}]' for the job's Python",
+        ) from e
+    return cls
 
 
 def get_entry(name: str) -> OptimizerEntry:
@@ -74,7 +46,7 @@ def get_entry(name: str) -> OptimizerEntry:
 
 def needs_unsharded_params(cls: OptimizerClass) -> bool:
     """Return whether ``cls`` is, or derives from, an optimizer of the registry that needs full parameters."""
-    names = {entry.name for entry in OPTIMIZERS.values() if entry.needs_unsharded}
+    names = {entry.class_name for entry in OPTIMIZERS.values() if entry.needs_unsharded}
     return any(
         base.__name__ in names and base.__module__.partition(".")[0] in ("torch", "torchao", "pytorch_optimizer")
         for base in cls.__mro__

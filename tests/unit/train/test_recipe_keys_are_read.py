@@ -10,7 +10,8 @@ import torch
 
 from clustertrain.config.checks.unused_keys import unused_reason
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
-from clustertrain.config.optim import ClipMethod, OptimizerName, OptimSpec
+from clustertrain.config.optim import ClipMethod, OptimSpec
+from clustertrain.config.optimizers import OptimizerName
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.train.models import losses
@@ -26,9 +27,16 @@ def accepted_keys(table: str, recipe: Recipe, keys: Any) -> set[str]:
     return {key for key in keys if unused_reason(recipe, f"{table}.{key}") is None}
 
 
+KEYS_OF_ALL_OPTIMIZERS = {
+    "name", "lr", "lr_reference_batch", "weight_decay", "layer_decay", "lr_scale", "freeze", "unfreeze", "clip",
+    "clip_norm", "clip_value", "clip_quantile",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", get_args(OptimizerName))
 def test_optimizer_keys_match_its_options(name: OptimizerName) -> None:
     others = {"betas": (0.5, 0.6), "eps": 1e-3, "momentum": 0.4, "nesterov": True}
+    assert others.keys() == set(OptimSpec.__struct_fields__) - KEYS_OF_ALL_OPTIMIZERS, "a condition in unused_keys?"
     spec = OptimSpec(name=name)
 
     def options(spec: OptimSpec) -> Any:

@@ -9,7 +9,8 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.model import ConvnetSpec, ModelSpec
-from clustertrain.config.optim import OptimizerName, OptimSpec
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.optimizers import OptimizerName
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,16 +13,13 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.config.model import ConvnetSpec, ModelSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
+from clustertrain.config.optimizers import OPTIMIZERS, OptimizerName
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan.cost.optimizer_state import (
-    MATRIX_OPTIMIZERS,
-    SHAPE_DEPENDENT_STATE,
-    WHOLE_PARAM_OPTIMIZERS,
     estimate_state,
     list_modules,
     state_bytes,
 )
-from clustertrain.submit.preflight.packages import PYTORCH_OPTIMIZERS
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.models import build
 from clustertrain.train.models.decoder import Decoder
@@ -36,7 +33,7 @@ from tests.harness.optimizers import cells
 from tests.unit.train.single_process import ALONE, build_on_cpu
 
 CPU = torch.device("cpu")
-NAMES = tuple(registry.OPTIMIZERS)
+NAMES = tuple(OPTIMIZERS)
 SMALL = ModelSpec(dim=16, layers=3, heads=2, kv_heads=2, vocab_size=32)
 
 
@@ -229,15 +226,35 @@ def test_each_optimizer_trains_with_recipe_options(name: str, session: ct.Sessio
             group["lr"] = 0.05 if step else 0.01  # as a schedule does
         losses.append(float(session.train_step(make_batch(), squared_error).loss))
     assert losses[-1] < losses[0]
-    assert isinstance(optimizer, OptimizerPair) == (name in MATRIX_OPTIMIZERS)
+    assert isinstance(optimizer, OptimizerPair) == OPTIMIZERS[name].matrices_only
 
 
-def test_planner_and_registry_agree_on_requirements() -> None:
-    assert {n for n, k in registry.OPTIMIZERS.items() if k.needs_unsharded} == WHOLE_PARAM_OPTIMIZERS
-    assert {n for n, k in registry.OPTIMIZERS.items() if k.matrices_only} == MATRIX_OPTIMIZERS
-    assert {n for n, k in registry.OPTIMIZERS.items() if k.module == "pytorch_optimizer"} == PYTORCH_OPTIMIZERS
-    assert {cell["name"] for cell in cells.CELLS.values()} == set(registry.OPTIMIZERS), "each is checked in a layout"
-    assert all(registry.needs_unsharded_params(k.load()) == k.needs_unsharded for k in registry.OPTIMIZERS.values())
+def test_every_optimizer_is_in_the_table_and_is_checked_in_a_layout() -> None:
+    assert set(OPTIMIZERS) == set(get_args(OptimizerName))
+    assert {cell["name"] for cell in cells.CELLS.values()} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_class_is_known_to_need_unsharded_params(name: OptimizerName) -> None:
+    entry = OPTIMIZERS[name]
+    assert registry.needs_unsharded_params(registry.load_class(entry)) == entry.needs_unsharded
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_added_to_the_gradient_changes_the_state(name: OptimizerName) -> None:
+    entry = OPTIMIZERS[name]
+    cls, states = registry.load_class(entry), []
+    options = registry.accepted_options(cls, registry.build_options(OptimSpec(name=name), is_text=True, device=CPU))
+    for decay in (0.0, 0.5):
+        p = nn.Parameter(torch.ones(64, 64))
+        p.grad = torch.arange(64.0 * 64).reshape(64, 64) % 7
+        optimizer = cls([p], **{**options, "weight_decay": decay})
+        for _ in range(2):  # some start their state in the second step
+            optimizer.step()
+        states.append([t.detach().clone() for t in iterate_tensors(optimizer.state[p]) if t.dim()])
+    assert states[0]
+    is_equal = all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert is_equal != entry.has_coupled_decay
 
 
 def test_recipe_defaults() -> None:
@@ -361,9 +378,9 @@ def test_state_size_matches_the_plan(name: str) -> None:
     hidden = [True, True, False, False, False]
     for shape, matrix in zip(SHAPES, hidden, strict=True):
         p = nn.Parameter(torch.ones(shape))
-        entry = registry.OPTIMIZERS[spec.name]
+        entry = OPTIMIZERS[spec.name]
         options = registry.build_options(spec, is_text=True, device=CPU)
-        cls = entry.load() if matrix or not entry.matrices_only else torch.optim.AdamW
+        cls = registry.load_class(entry) if matrix or not entry.matrices_only else torch.optim.AdamW
         optimizer = cls(
             [p], **registry.accepted_options(cls, {**options, "eps": 1e-8} if cls is torch.optim.AdamW else options)
         )
@@ -393,7 +410,7 @@ def test_planned_state_matches_the_decoder() -> None:
         with torch.device("meta"):
             model = Decoder(spec)
         table = build_param_table(model).by_name
-        for name in sorted(SHAPE_DEPENDENT_STATE | {"adamw"}):
+        for name in ["adamw", *(name for name, entry in OPTIMIZERS.items() if entry.has_shape_dependent_state)]:
             optim = OptimSpec(name=name)  # type: ignore[arg-type]
             counted = [
                 state_bytes(optim, p.shape, is_hidden_matrix=table[n].hidden) for n, p in model.named_parameters()
