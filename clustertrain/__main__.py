@@ -6,7 +6,7 @@ import importlib
 import sys
 
 INTERNAL = {
-    "batch": "clustertrain.agent.controller",
+    "batch": "clustertrain.agent.batch_process",
     "agent": "clustertrain.agent.node_agent",
     "train": "clustertrain.train.main",
 }

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.agent.controller_watch import SCHEDULER_TIMEOUT_S, ControllerWatch
+from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
 from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
@@ -53,13 +53,14 @@ class NodeAgent:
         )
         self.stop_source: str | None = None
         self.limit_warning = False  # Slurm's early warning was received, with time left to train
+        self.num_handled_signals = 0
         self.stop_requested_first: bool | None = None  # a stop was requested before all ranks had ended
         self.deadline = load_deadline(context.attempt.deadline)
         self.aborted = False
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
         self.tracking = TrackingProcess(context.run, context.attempt, context.environ, self.log)
-        self.controller_watch = ControllerWatch(context, self.log)
+        self.batch_process_watch = BatchProcessWatch(context, self.log)
 
     def run(self) -> NodeResult:
         """Run the ranks of the node to their end, and write and return its result."""
@@ -83,14 +84,14 @@ class NodeAgent:
             result = self._run_ranks()
             fsio.write_json(context.attempt.result_path(context.node), msgspec.to_builtins(result))
             self.log.write("ranks_ended", node=context.node, ending=result.ending, exit_code=result.exit_code)
-            self._requeue_if_controller_gone()
+            self._requeue_if_batch_process_gone()
             hurry = result.ending == "stopped" or self._should_hurry()
             self.tracking.request_stop()
             telemetry.stop(HURRIED_STOP_S if hurry else STOP_S)
             self.tracking.stop(HURRIED_TRACKING_STOP_S if hurry else TRACKING_STOP_S)
             if not hurry:
                 telemetry.compact(self._should_hurry)
-                self._requeue_if_controller_gone()
+                self._requeue_if_batch_process_gone()
             return result
         finally:
             telemetry.stop()
@@ -98,10 +99,10 @@ class NodeAgent:
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
 
-    def _requeue_if_controller_gone(self) -> None:
-        if self.controller_watch.is_gone():
+    def _requeue_if_batch_process_gone(self) -> None:
+        if self.batch_process_watch.is_gone():
             with contextlib.suppress(OSError):
-                self.controller_watch.ensure_requeued(SCHEDULER_TIMEOUT_S)
+                self.batch_process_watch.ensure_requeued(SCHEDULER_TIMEOUT_S)
 
     def _should_hurry(self) -> bool:
         """Return whether the job is stopping, so that this node has to be released soon."""
@@ -251,8 +252,9 @@ class NodeAgent:
                 if monitor.ended_at is not None and self.stop_requested_first is None:
                     self.stop_requested_first = self._should_hurry()
                 self._check_stop_order()
+                self._check_deadline()
                 self._check_newer_attempt()
-                self._check_controller()
+                self._check_batch_process()
                 self.tracking.poll()
             if self.signals.first and self.stop_source is None:
                 self._handle_signals()
@@ -269,6 +271,8 @@ class NodeAgent:
         elif order is not None and self.stop_source is None:
             # A requeue by hand has no deadline; all other stops end in a kill.
             self._stop_ranks("batch", None if order.get("reason") == "requeue" else self.context.grace_s)
+
+    def _check_deadline(self) -> None:
         self.deadline = load_deadline(self.context.attempt.deadline) or self.deadline
         if self.stop_source is None and self.deadline is not None and self.deadline.is_due(clock.now()):
             self._stop_ranks("deadline", None)
@@ -279,15 +283,21 @@ class NodeAgent:
             self.taken_over_by = self.context.run.find_newer_attempt(self.context.attempt.n)
         self.aborted = self.aborted or self.taken_over_by is not None
 
-    def _check_controller(self) -> None:
-        if self.controller_watch.is_gone():
+    def _check_batch_process(self) -> None:
+        if self.batch_process_watch.is_gone():
             if self.stop_source is None:
-                self.controller_watch.stop_other_nodes()
+                self.batch_process_watch.stop_other_nodes()
                 self._stop_ranks("batch killed", self.context.grace_s)
             with contextlib.suppress(OSError):  # the file system failed: retried in the next round
-                self.controller_watch.ensure_requeued()
+                self.batch_process_watch.ensure_requeued()
 
     def _handle_signals(self) -> None:
+        if len(self.signals.received) > self.num_handled_signals:
+            self.num_handled_signals = len(self.signals.received)
+            # The batch process sends SIGUSR2 too, after it has written the reason.
+            self._check_stop_order()
+            if self.aborted or self.stop_source is not None:
+                return
         source = self._signal_source()
         if source != "deadline":
             self._stop_ranks(source, self.context.grace_s)

@@ -83,6 +83,7 @@ class RequeueAction:
                     return None
 
     def _requeue(self) -> int:
+        # Logged first: once Slurm has accepted, it may kill this process at any moment.
         self.log.write("requeued", method="requeue", job_id=self.job_id)
         signal_count = len(self.signals.received)
         refusal = self._request_requeue()

@@ -100,13 +100,13 @@ class CheckpointManager:
         ranks: Ranks,
         config: CheckpointConfig,
         *,
-        get_deadline: Callable[[], float | None] = lambda: None,
+        get_save_deadline: Callable[[], float | None] = lambda: None,
         on_commit: Callable[[SaveResult], None] = lambda saved: None,
         on_copy: Callable[[JobOutcome], None] = lambda outcome: None,
     ) -> None:
         """
         Args:
-            get_deadline: returns the monotonic time at which waiting for a save ends; called repeatedly.
+            get_save_deadline: returns the monotonic time at which waiting for a save ends; called repeatedly.
             on_commit: called on every rank, once per checkpoint, when it learns of the commit; rank 0 learns first.
             on_copy: called on rank 0 when a checkpoint is uploaded, and on each rank whose upload failed.
         """
@@ -125,7 +125,7 @@ class CheckpointManager:
             StagingBuffer(root, config.device, config.local_world_size * buffers) for _ in range(buffers)
         ]
         worker = WriterClient(config.engine) if config.async_save else InlineRunner()
-        self._pending = PendingSaves(worker, get_deadline, on_copy, has_remote=config.remote is not None)
+        self._pending = PendingSaves(worker, get_save_deadline, on_copy, has_remote=config.remote is not None)
         # A part on the node's own disk no longer occupies a staging buffer, so one more save can be pending.
         self._max_pending = len(self._staging_buffers) + (config.local is not None)
 

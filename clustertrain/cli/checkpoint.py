@@ -14,7 +14,7 @@ import click
 
 from clustertrain import reading, settings
 from clustertrain.checkpoint.format.dtypes import FLOATS
-from clustertrain.checkpoint.format.manifest import is_committed, parse_step
+from clustertrain.checkpoint.format.manifest import has_commit_marker, parse_step
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.checkpoint.load import rollback
@@ -54,7 +54,7 @@ class CheckpointLocation:
             )
         if self.folder is None:
             return inspect.find_checkpoint(self.root, own_step if step is None else step)
-        if not is_committed(self.folder):
+        if not has_commit_marker(self.folder):
             raise NotFound(
                 f"{self.folder} was never committed", fix="`clustertrain checkpoint list` shows the committed ones"
             )
@@ -145,7 +145,7 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
     is_single = step is not None or location.is_single
     rows = []
     for folder in (
-        [selected] if is_single else [p for p in rollback.list_valid_folders(location.root) if is_committed(p)]
+        [selected] if is_single else [p for p in rollback.list_valid_folders(location.root) if has_commit_marker(p)]
     ):
         row: dict[str, Any] = {"step": parse_step(folder), "path": str(folder), "verified": None, "damage": None}
         reasons: list[str] = []

@@ -33,7 +33,7 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
 # Short, since a user waits: without slurmctld, squeue retries for a minute.
 COMMAND_TIMEOUT_S = 8.0
 # Longer than Slurm's message timeout of 10 s. The batch process does not watch the step during a command.
-CONTROLLER_COMMAND_TIMEOUT_S = 20.0
+BATCH_PROCESS_TIMEOUT_S = 20.0
 
 
 class SlurmBackend(Backend):

@@ -147,7 +147,7 @@ def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
                 "dependency"):  # fmt: skip
         pairs.append((key, getattr(job, key)))
     if parse_time_limit_s(job.time) is not None:
-        # Without `B:`, Slurm signals the job steps and not the batch shell. The agents stop the ranks after a step.
+        # Without `B:`, Slurm signals the job steps, that is, the agents, and not the batch shell.
         pairs.append(("signal", f"USR2@{inputs.plan.signal_lead_s}"))
     pairs = [(key, value) for key, value in pairs if value]
     # Relative to --chdir, which is an argument of sbatch: the run folder is the job's WorkDir.

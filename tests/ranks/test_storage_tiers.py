@@ -109,7 +109,7 @@ def stop_when_copied(url: str) -> None:
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
         if self.rank == 0:
-            assert clock.wait_until(lambda: index.is_committed(RemoteFolder(url)), 60.0)
+            assert clock.wait_until(lambda: index.has_commit_marker(RemoteFolder(url)), 60.0)
             Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
 
     Session.log = log  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ from clustertrain.checkpoint.format.manifest import (
     CheckpointMetric,
     SaveReason,
     check_sizes,
-    is_committed,
+    has_commit_marker,
     list_checkpoint_folders,
     list_damaged_folders,
     parse_step,
@@ -150,7 +150,9 @@ def list_expired(
     Raises:
         StorageError: the file system failed. Then nothing may be deleted.
     """
-    committed = [p for p in (list_checkpoint_folders(root) if candidates is None else candidates) if is_committed(p)]
+    committed = [
+        p for p in (list_checkpoint_folders(root) if candidates is None else candidates) if has_commit_marker(p)
+    ]
     newest_valid = next((parse_step(p) for p in reversed(committed) if is_valid(p)), None)
     steps = set(select_for_deletion([read_info(p, policy) for p in committed], policy, newest_valid))
     expired = [p for p in committed if parse_step(p) in steps]

@@ -3,8 +3,9 @@
 checkpoints/step-00000500/
   rank-0.bin rank-1.bin …   shards as raw bytes in C order (other engines have other files)
   manifest.json             the location and checksums of each shard
-  COMMITTED                 checksum of the manifest; written last
-checkpoints/.step-00000500-<attempt>-<token>  a pending save, or the remains of a killed one; never read
+  COMMITTED                 checksum of the manifest; the last file written
+checkpoints/.step-00000500-<attempt>-<token>  a pending save, or the remains of a killed one; never read, even with its
+                          marker: the rename to step-00000500 commits the checkpoint
 checkpoints/.old-step-00000500                the checkpoint that a save of the same step is replacing
 """
 
@@ -161,7 +162,8 @@ def list_damaged_folders(root: Path) -> list[Path]:
     return _list_by_step(root, "damaged-step-")
 
 
-def is_committed(folder: Folder) -> bool:
+def has_commit_marker(folder: Folder) -> bool:
+    """Return whether all files were written; a checkpoint is committed if its folder also has its final name."""
     try:
         return stat.S_ISREG(with_retries((folder / COMMITTED).stat, folder / COMMITTED).st_mode)
     except OSError:

@@ -19,7 +19,7 @@ from clustertrain.checkpoint.format.manifest import (
     DamagedCheckpoint,
     Manifest,
     check_sizes,
-    is_committed,
+    has_commit_marker,
     list_checkpoint_folders,
     parse_step,
     read_manifest,
@@ -341,7 +341,7 @@ def _list_candidates(ctx: RestoreContext) -> list[tuple[int, bool]]:
             committed = [
                 (parse_step(p) or 0, p)
                 for p in list_checkpoint_folders(RemoteFolder(ctx.remote.url))
-                if is_committed(p)
+                if has_commit_marker(p)
             ]
             remote_steps = [step for step, p in committed if rollback.is_valid(ctx.root, p, step)]
         except StorageError as e:

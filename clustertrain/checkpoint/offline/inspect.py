@@ -25,7 +25,7 @@ from clustertrain.checkpoint.format.manifest import (
     TensorRecord,
     check_sizes,
     find_wrong_sizes,
-    is_committed,
+    has_commit_marker,
     parse_step,
     read_manifest,
 )
@@ -88,7 +88,7 @@ def _find_best(folders: Sequence[F]) -> F | None:
     scored: list[tuple[F, CheckpointMetric]] = []
     for folder in folders:
         try:
-            metric = read_manifest(folder).metric if is_committed(folder) else None
+            metric = read_manifest(folder).metric if has_commit_marker(folder) else None
         except CheckpointError:  # damaged; the caller reports that separately
             continue
         if metric is not None and metric.value is not None and math.isfinite(metric.value):
@@ -120,7 +120,7 @@ def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
         "step": parse_step(folder),
         "path": str(folder),
         "bytes": _folder_bytes(folder),
-        "committed": is_committed(folder),
+        "committed": has_commit_marker(folder),
         "verified": None,
         "engine": None,
         "layout": None,
@@ -243,7 +243,7 @@ def find_checkpoint(root: F, step: int | None = None) -> F:
     Raises:
         NotFound: it does not exist.
     """
-    committed = [p for p in rollback.list_valid_folders(root) if is_committed(p)]
+    committed = [p for p in rollback.list_valid_folders(root) if has_commit_marker(p)]
     if step is not None:
         committed = [p for p in committed if parse_step(p) == step]
     if not committed:

@@ -27,7 +27,7 @@ from clustertrain.checkpoint.format.manifest import (
     ShardRecord,
     TensorRecord,
     check_manifest,
-    is_committed,
+    has_commit_marker,
     read_manifest,
     replaced_folder,
     step_folder,
@@ -97,7 +97,7 @@ def is_part_complete(job: WriteJob) -> bool:
 
 def is_commit_of(final: Path, staging: Path) -> bool:
     """Return whether ``final`` is committed and was written in ``staging``."""
-    return is_committed(final) and read_manifest(final).made_in == staging.name
+    return has_commit_marker(final) and read_manifest(final).made_in == staging.name
 
 
 def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
@@ -179,7 +179,7 @@ def commit(
         fsio.fsync_folder(final.parent)
         return read_manifest(final).bytes
     try:
-        manifest = read_manifest(folder) if is_committed(folder) else _write_manifest(folder, job, should_continue)
+        manifest = read_manifest(folder) if has_commit_marker(folder) else _write_manifest(folder, job, should_continue)
         for rank in range(job.world_size):
             done_file(folder, rank).unlink(missing_ok=True)
         fault_points.fault_point("before_fence_check", 0)

@@ -85,20 +85,20 @@ class PendingSaves:
     def __init__(
         self,
         worker: JobRunner,
-        get_deadline: Callable[[], float | None],
+        get_save_deadline: Callable[[], float | None],
         on_copy: Callable[[JobOutcome], None],
         *,
         has_remote: bool,
     ) -> None:
         """
         Args:
-            get_deadline: returns the monotonic time at which waiting ends.
+            get_save_deadline: returns the monotonic time at which waiting ends.
             on_copy: called with the outcome of each upload.
             has_remote: whether the worker uploads checkpoints.
         """
         self.worker = worker
         self.waiting: deque[PendingSave] = deque()  # oldest first
-        self._get_deadline = get_deadline
+        self._get_save_deadline = get_save_deadline
         self._on_copy = on_copy
         self._has_remote = has_remote
         self._copied_upto = -1  # newest step up to which nothing is left to upload
@@ -128,7 +128,7 @@ class PendingSaves:
     def wait_until(self, pending: PendingSave, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()`` holds; at the deadline, fail ``pending`` first."""
         while not condition():
-            deadline = self._get_deadline()
+            deadline = self._get_save_deadline()
             remaining_s = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - clock.monotonic())
             if remaining_s <= 0:
                 self.worker.abort_commit(pending.step)

@@ -113,7 +113,7 @@ class SessionCheckpointer:
             self._folder,
             Ranks(self._ranks_group),
             config,
-            get_deadline=self._deadline_tracker.save_deadline,
+            get_save_deadline=self._deadline_tracker.save_deadline,
             on_commit=self._on_commit,
             on_copy=self._on_copy,
         )

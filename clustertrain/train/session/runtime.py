@@ -149,7 +149,7 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
     agreement = StopAgreement(
         flag.__bool__,
         groups.stop,
-        {"settle": checkpointer.has_failed_save, "save": checkpointer.is_overdue, "budget": budget.should_stop},
+        {"failed_save": checkpointer.has_failed_save, "save": checkpointer.is_overdue, "budget": budget.should_stop},
     )
     loaders: list[Loader] = []
     warning_reporter = WarningReporter(context.stability, events.emit)

@@ -115,14 +115,14 @@ class StepLoop:
         is_best = (
             self._evaluations is not None and self._checkpointer.keeps_best and self._evaluations.is_best(self._step)
         )
+        # Also before the final save: the ranks adopt a common deadline, so that they give up waiting together.
+        is_too_late = (should_stop or is_last) and self._checkpointer.is_too_late_to_save(self._agreement)
         return StepDecision(
             is_last=is_last,
             should_stop=should_stop,
-            is_late=(should_stop or is_last)
-            and self._checkpointer.is_too_late_to_save(self._agreement)
-            and should_stop,
+            is_late=should_stop and is_too_late,
             save_due=is_requested or is_best or self._checkpointer.is_due(self._step),
-            has_failed_save=not should_stop and self._agreement.take_flag("settle"),
+            has_failed_save=not should_stop and self._agreement.take_flag("failed_save"),
         )
 
     def _final_step(self) -> int:

@@ -208,7 +208,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 def damage(fault: Fault, root: Path, rng: random.Random) -> list[int]:
     """Damage one file of each of the newest ``fault.nth`` committed checkpoints, and return the steps."""
-    committed = [p for p in index.list_checkpoint_folders(root) if index.is_committed(p)][-fault.nth :]
+    committed = [p for p in index.list_checkpoint_folders(root) if index.has_commit_marker(p)][-fault.nth :]
     for folder in committed:
         DAMAGES[fault.variant](rng.choice(_files(folder)), rng)
     return [index.parse_step(p) or 0 for p in committed]

@@ -102,6 +102,20 @@ def test_signal_after_the_early_warning_has_the_grace_time(warned: NodeAgent) ->
     assert (request["source"], request["deadline"]) == ("signal:SIGUSR2", 1005.0)
 
 
+def test_signal_of_a_requeue_by_hand_leaves_the_time_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 1000.0)
+    node_agent = agent(tmp_path)
+    node_agent.context = dataclasses.replace(node_agent.context, grace_s=5.0)
+    node_agent.deadline = Deadline(end_time=9000.0, lead_s=30.0, signal_lead_s=60.0)
+    fsio.write_json(node_agent.context.attempt.stop_request, {"reason": "requeue", "t": 999.0})
+    node_agent.signals.received.append("SIGUSR2")
+    node_agent._handle_signals()
+    request = fsio.read_json(node_agent.rank_dir / "stop")
+    assert (request["source"], request["deadline"]) == ("batch", 9000.0)
+
+
 def test_signal_near_the_end_without_a_warning_has_the_grace_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,14 +135,14 @@ def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypa
 def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
     run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = inspect.is_committed
+    original = inspect.has_commit_marker
 
     def gone(folder: Path) -> bool:
         if index.parse_step(folder) == 3:
             shutil.rmtree(folder, ignore_errors=True)
         return original(folder)
 
-    monkeypatch.setattr(inspect, "is_committed", gone)
+    monkeypatch.setattr(inspect, "has_commit_marker", gone)
     assert [r["step"] for r in command("list", "net", "--json").json] == [6]
 
 

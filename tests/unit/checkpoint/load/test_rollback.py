@@ -23,7 +23,7 @@ def commit(root: Path, *steps: int, mark: str = "a") -> None:
 
 
 def steps(root: Any) -> list[int]:
-    return [index.parse_step(p) or 0 for p in index.list_checkpoint_folders(root) if index.is_committed(p)]
+    return [index.parse_step(p) or 0 for p in index.list_checkpoint_folders(root) if index.has_commit_marker(p)]
 
 
 def make_target(**changes: Any) -> RollbackTarget:

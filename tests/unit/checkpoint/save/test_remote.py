@@ -124,7 +124,7 @@ def test_missing_share_delays_commit_until_next_attempt(store: Store, root: Path
     store.start(2, missing=1)
     remote_folder = RemoteFolder(store.url) / "step-00000003"
     assert clock.wait_until(lambda: ".uploaded-0" in remote_folder.sizes(), LONG_S, 0.02)
-    assert not index.is_committed(remote_folder)
+    assert not index.has_commit_marker(remote_folder)
     # The next attempt has another number of ranks, so the uploaded share does not count.
     store.start(1, attempt="2")
     store.wait_for(3, 1)
@@ -143,7 +143,7 @@ def test_step_saved_again_replaces_whole_copy(store: Store, root: Path, monkeypa
     original = Uploader._upload_file
 
     def put(self: Uploader, *args: Any) -> None:
-        committed_during_upload.append(index.is_committed(remote_folder))
+        committed_during_upload.append(index.has_commit_marker(remote_folder))
         original(self, *args)
 
     monkeypatch.setattr(Uploader, "_upload_file", put)
@@ -186,7 +186,7 @@ def test_checkpoint_deleted_during_upload_is_skipped(store: Store, root: Path, m
     store.start(1)
     store.wait_for(0, 1)
     assert [c.failure is not None for _, c in store.outcomes] == [True, False]
-    assert [p for p in index.list_checkpoint_folders(RemoteFolder(store.url)) if index.is_committed(p)] == []
+    assert [p for p in index.list_checkpoint_folders(RemoteFolder(store.url)) if index.has_commit_marker(p)] == []
 
 
 @pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json"])
@@ -197,7 +197,9 @@ def test_damaged_checkpoint_is_not_uploaded(store: Store, root: Path, name: str)
     store.start(1)
     store.wait_for(3, 1)
     remote_folder = RemoteFolder(store.url)
-    assert [index.parse_step(p) for p in index.list_checkpoint_folders(remote_folder) if index.is_committed(p)] == [3]
+    assert [
+        index.parse_step(p) for p in index.list_checkpoint_folders(remote_folder) if index.has_commit_marker(p)
+    ] == [3]
     assert [(c.step, name in c.failure.message) for _, c in store.outcomes if c.failure] == [(6, True)]
 
 
@@ -283,4 +285,4 @@ def test_upload_yields_to_saves_and_stops_on_request(store: Store, root: Path, m
     thread.start()
     thread.join(LONG_S)
     assert not thread.is_alive() and len(calls) == 3
-    assert not index.is_committed(RemoteFolder(store.url) / "step-00000003")
+    assert not index.has_commit_marker(RemoteFolder(store.url) / "step-00000003")

@@ -133,7 +133,7 @@ def test_next_attempt_completes_upload_after_kill(
     manager = make(fault=f"{point}:0:1:KILL")
     manager.save(3, state_of(3.0), wait=True)
     assert clock.wait_until(lambda: (manager.poll(), not manager._pending.worker.is_alive)[1], LONG_S)
-    assert [p for p in index.list_checkpoint_folders(remote_root) if index.is_committed(p)] == []
+    assert [p for p in index.list_checkpoint_folders(remote_root) if index.has_commit_marker(p)] == []
     manager.close()
     second = make(attempt="2")
     assert second.restored.path == root / "step-00000003"

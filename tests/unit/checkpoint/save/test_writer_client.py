@@ -111,7 +111,7 @@ def limited(tmp_path: Path, results: list[SaveResult]) -> Iterator[tuple[Checkpo
         tmp_path / "c",
         Ranks(),
         CheckpointConfig(attempt="1", layout={}),
-        get_deadline=lambda: deadline[0] if deadline else None,
+        get_save_deadline=lambda: deadline[0] if deadline else None,
         on_commit=results.append,
     )
     manager.start()

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from clustertrain.agent import controller
-from clustertrain.agent.controller import JobController, JobStep
+from clustertrain.agent import batch_process
+from clustertrain.agent.batch_process import BatchProcess, JobStep
 from clustertrain.run.results import NodeResult, RankEnding
 from clustertrain.run.run_dir import RunDir
 
 
-class FailureWatcher(JobController):
+class FailureWatcher(BatchProcess):
     """A batch process that only reads results."""
 
     def __init__(self, without_agent: Set[str] = frozenset(), **endings: RankEnding) -> None:
@@ -43,18 +43,20 @@ class FailureWatcher(JobController):
 
 def test_agents_get_time_to_compact_after_all_ranks_completed() -> None:
     both = {"n1": "completed", "n2": "completed"}
-    assert not FailureWatcher(**both).aborts_after(controller.AFTER_RESULTS_S - 1)
-    assert FailureWatcher(**both).aborts_after(controller.AFTER_RESULTS_S + 1)
+    assert not FailureWatcher(**both).aborts_after(batch_process.AFTER_RESULTS_S - 1)
+    assert FailureWatcher(**both).aborts_after(batch_process.AFTER_RESULTS_S + 1)
 
 
 @pytest.mark.parametrize("endings", [{"n1": "stopped", "n2": "stopped"}, {"n1": "failed"}])
 def test_agents_get_no_time_to_compact_after_stop_or_failure(endings: dict[str, RankEnding]) -> None:
-    assert not FailureWatcher(**endings).aborts_after(controller.AFTER_END_S - 1)
-    assert FailureWatcher(**endings).aborts_after(controller.AFTER_END_S + 1)
+    assert not FailureWatcher(**endings).aborts_after(batch_process.AFTER_END_S - 1)
+    assert FailureWatcher(**endings).aborts_after(batch_process.AFTER_END_S + 1)
 
 
 def test_agents_get_no_time_to_compact_after_a_stop_request() -> None:
-    assert FailureWatcher(n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1, asked_to_stop=True)
+    assert FailureWatcher(n1="completed", n2="completed").aborts_after(
+        batch_process.AFTER_END_S + 1, asked_to_stop=True
+    )
 
 
 def test_batch_waits_for_a_node_that_still_works() -> None:
@@ -64,14 +66,14 @@ def test_batch_waits_for_a_node_that_still_works() -> None:
 def test_batch_does_not_wait_for_a_node_without_agent_or_result() -> None:
     for endings in ({}, {"n1": "completed"}):
         killed = FailureWatcher(frozenset({"n2"}), **endings)
-        assert not killed.aborts_after(controller.AFTER_END_S - 1)
-        assert killed.aborts_after(controller.AFTER_END_S + 1)
+        assert not killed.aborts_after(batch_process.AFTER_END_S - 1)
+        assert killed.aborts_after(batch_process.AFTER_END_S + 1)
     assert not FailureWatcher(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(
-        controller.AFTER_END_S + 1
+        batch_process.AFTER_END_S + 1
     )
 
 
-class FolderWatcher(JobController):
+class FolderWatcher(BatchProcess):
     """A batch process that only watches its run folder."""
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +84,7 @@ class FolderWatcher(JobController):
 
 @pytest.fixture
 def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderWatcher:
-    monkeypatch.setattr(controller, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(batch_process, "CHECK_INTERVAL_S", 0.02)
     (tmp_path / "run" / "attempts" / "1").mkdir(parents=True)
     return FolderWatcher(tmp_path / "run")
 
@@ -100,7 +102,7 @@ def test_batch_waits_for_a_run_folder_that_comes_back(watcher: FolderWatcher, ne
 def test_run_folder_that_stays_away_is_reported_as_gone(
     watcher: FolderWatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "FOLDER_S", 0.1)
+    monkeypatch.setattr(batch_process, "FOLDER_S", 0.1)
     watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
     assert "the run folder is gone" in watcher._lost_reason(JobStep(cast(Any, None)))
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent import controller as module
+from clustertrain.agent import batch_process as module
+from clustertrain.agent.batch_process import BatchProcess
 from clustertrain.agent.claim import JobIdentity, claim_attempt
-from clustertrain.agent.controller import JobController
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_NO_REQUEUE, ClusterTrainError
@@ -75,10 +75,10 @@ class Step:
         return [sys.executable, "-c", cls.CODE, str(run.attempt(1).path), mode, ending]
 
 
-def start_batch(run: RunDir, backend: FakeBackend) -> JobController:
+def start_batch(run: RunDir, backend: FakeBackend) -> BatchProcess:
     scheduler = cast(Backend, backend)
     held = claim_attempt(run, JobIdentity("7", 0, ("n1",), None), scheduler)
-    return JobController(run, RunSpec(), scheduler, held, Signals())
+    return BatchProcess(run, RunSpec(), scheduler, held, Signals())
 
 
 def answers(run: RunDir) -> list[tuple[bool, str | None]]:
@@ -108,7 +108,7 @@ def test_answer_to_a_request_after_the_step_depends_on_its_ending(
     batch = start_batch(run, backend)
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 1e9)
     assert fsio.create_json(run.attempt(1).requeue_request, {"options": {"time": "5"}})
-    monkeypatch.setattr(JobController, "_poll_step", lambda self, step: None)
+    monkeypatch.setattr(BatchProcess, "_poll_step", lambda self, step: None)
     batch.main(Step.argv(run, "ends", ending))
     assert answers(run) == [answer] and backend.requests == requests
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.controller_watch import ControllerWatch
+from clustertrain.agent.batch_process_watch import BatchProcessWatch
 from clustertrain.run import attempts
 from clustertrain.run.events import EventLog
 from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
@@ -35,11 +35,11 @@ def batch() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm) -> ControllerWatch:  # noqa: F811
+def watch(tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm) -> BatchProcessWatch:  # noqa: F811
     node_agent = agent(tmp_path / "run", SLURM_JOB_ID="7")
     record = {"job_id": "7", "restart": 0, "host": socket.gethostname(), "pid": batch.pid, "nodes": ["n1"], "t": 1.0}
     fsio.write_json(node_agent.context.attempt.record, record)
-    return ControllerWatch(node_agent.context, EventLog(node_agent.context.attempt.events_path("agent-n1")))
+    return BatchProcessWatch(node_agent.context, EventLog(node_agent.context.attempt.events_path("agent-n1")))
 
 
 def kill(batch: subprocess.Popen[bytes]) -> None:
@@ -52,7 +52,7 @@ def requeues(slurm: FakeSlurm) -> list[list[str]]:
 
 
 def test_job_whose_batch_process_was_killed_is_requeued_once(
-    watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+    watch: BatchProcessWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     assert not watch.is_gone()
     kill(batch)
@@ -74,7 +74,7 @@ def test_job_whose_batch_process_was_killed_is_requeued_once(
 
 @pytest.mark.parametrize("cause", ["scancel", "cancel", "decided", "taken over"])
 def test_no_requeue_after_a_cancel_decision_or_takeover(
-    cause: str, watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+    cause: str, watch: BatchProcessWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     kill(batch)
     fake_slurm.answers("squeue", stdout=CANCELLED if cause == "scancel" else KILLED)
@@ -94,4 +94,4 @@ def test_invisible_batch_process_does_not_count_as_killed(
     node_agent = agent(tmp_path / "run", SLURM_JOB_ID="7")
     for record in ({"host": "another", "pid": batch.pid}, {"host": socket.gethostname(), "pid": os.getpid()}, {}):
         fsio.write_json(node_agent.context.attempt.record, record)
-        assert not ControllerWatch(node_agent.context, node_agent.log).is_gone()
+        assert not BatchProcessWatch(node_agent.context, node_agent.log).is_gone()

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent import controller as module
+from clustertrain.agent import batch_process as module
 from clustertrain.agent import startup
-from clustertrain.agent.controller import JobController, JobStep
+from clustertrain.agent.batch_process import BatchProcess, JobStep
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -64,7 +64,7 @@ def test_run_folder_that_stays_read_only_requeues_the_job(
     assert len(fake_slurm.calls("scontrol")) == 1
 
 
-class CancelWatcher(JobController):
+class CancelWatcher(BatchProcess):
     def __init__(self, run: RunDir) -> None:
         self.run, self.aborted = run, False
         self.requests: list[str] = []
@@ -99,12 +99,12 @@ class FakeChild:
 
 @pytest.mark.parametrize(("writable", "number"), [(True, signal.SIGUSR2), (False, signal.SIGUSR1)])
 def test_stop_sends_sigusr1_when_the_stop_file_fails(tmp_path: Path, writable: bool, number: signal.Signals) -> None:
-    controller = JobController.__new__(JobController)
-    controller.attempt = RunDir(tmp_path / "run-abcdef").attempt(1)
-    controller.attempt.events.mkdir(parents=True)
-    controller.log = EventLog(controller.attempt.events_path("batch"))
+    batch_process = BatchProcess.__new__(BatchProcess)
+    batch_process.attempt = RunDir(tmp_path / "run-abcdef").attempt(1)
+    batch_process.attempt.events.mkdir(parents=True)
+    batch_process.log = EventLog(batch_process.attempt.events_path("batch"))
     if not writable:
-        controller.attempt.stop_request.mkdir()
+        batch_process.attempt.stop_request.mkdir()
     child = FakeChild()
-    controller._request_stop(JobStep(cast(Any, child)), "cancel")
+    batch_process._request_stop(JobStep(cast(Any, child)), "cancel")
     assert child.signals == [number]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.controller import JobController
+from clustertrain.agent.batch_process import BatchProcess
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
@@ -20,7 +20,7 @@ from clustertrain.run.run_dir import RunDir
 HOUR = 3600.0
 
 
-class StartingController(JobController):
+class StartingBatchProcess(BatchProcess):
     """A batch process that has claimed attempt 2. Attempt 1 ran on four ranks for two hours."""
 
     def __init__(self, run: RunDir, contract: ContractSpec) -> None:
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_attempt_ends_before_its_first_step_if_budget_is_spent(run: RunDir) -> None:
-    assert StartingController(run, ContractSpec(gpu_hours=8.0)).stop_if_budget_spent() == 93
+    assert StartingBatchProcess(run, ContractSpec(gpu_hours=8.0)).stop_if_budget_spent() == 93
     ended = events.find_last(events.for_attempt(run.attempt(2)), "ended")
     assert ended is not None and ended["ending"] == "budget"
     assert attempts.load_attempts(run)[-1].stopped == "the budget is spent: 8 of gpu_hours = 8"
@@ -54,5 +54,5 @@ def test_attempt_ends_before_its_first_step_if_budget_is_spent(run: RunDir) -> N
     ids=["left", "warn", "unlimited"],
 )
 def test_attempt_starts_if_budget_is_left_or_spending_only_warns(run: RunDir, contract: ContractSpec) -> None:
-    assert StartingController(run, contract).stop_if_budget_spent() is None
+    assert StartingBatchProcess(run, contract).stop_if_budget_spent() is None
     assert events.find_last(events.for_attempt(run.attempt(2)), "ended") is None

@@ -27,17 +27,17 @@ SCHEDULER_TIMEOUT_S = 600.0  # as in agent/requeue
 _BATCH_FAILED = ("JobLaunchFailure", "RaisedSignal", "NonZeroExitCode", "OutOfMemory")
 
 
-class ControllerWatch:
+class BatchProcessWatch:
     """Watch of the batch process, if it runs on this host and in the same PID namespace."""
 
     def __init__(self, context: NodeContext, log: EventLog) -> None:
         self._run, self._attempt, self._log = context.run, context.attempt, log
         self._backend = SlurmBackend()
         self._job_id = self._backend.current_job_id(context.environ)
-        self._process = self._find_controller(context)
+        self._process = self._find_batch_process(context)
         self.settled = False
 
-    def _find_controller(self, context: NodeContext) -> psutil.Process | None:
+    def _find_batch_process(self, context: NodeContext) -> psutil.Process | None:
         local = settings.LOCAL_JOB in context.environ
         if context.node_rank != 0 or local or self._job_id is None or shutil.which("scontrol") is None:
             return None

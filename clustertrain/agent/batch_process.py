@@ -32,7 +32,7 @@ from clustertrain.run.usage import budget
 from clustertrain.scheduler.backend import RUNNING, Backend, JobView
 from clustertrain.scheduler.local import LocalBackend
 from clustertrain.scheduler.requeue_policy import AttemptOutcome, Evidence, classify, decide, find_exhausted_budget
-from clustertrain.scheduler.slurm import CONTROLLER_COMMAND_TIMEOUT_S, SlurmBackend
+from clustertrain.scheduler.slurm import BATCH_PROCESS_TIMEOUT_S, SlurmBackend
 
 POLL_S = 0.2
 CHECK_INTERVAL_S = 1.0
@@ -73,7 +73,7 @@ class JobStep:
     next_scheduler_poll: float = 0.0
 
 
-class JobController:
+class BatchProcess:
     """The batch process of one attempt."""
 
     def __init__(self, run: RunDir, spec: RunSpec, backend: Backend, claim: Claim, signals: Signals) -> None:
@@ -425,7 +425,7 @@ class JobController:
 def main() -> int:
     """Run ``clustertrain batch -- STEP…``, the last line of job.sh."""
     signals = Signals()
-    backend = LocalBackend() if settings.LOCAL_JOB in os.environ else SlurmBackend(CONTROLLER_COMMAND_TIMEOUT_S)
+    backend = LocalBackend() if settings.LOCAL_JOB in os.environ else SlurmBackend(BATCH_PROCESS_TIMEOUT_S)
     try:
         run, spec, claim = claim_run(backend)
     except ClusterTrainError as e:
@@ -433,8 +433,8 @@ def main() -> int:
         return e.exit_code
     except OSError as e:
         return requeue_or_fail(backend, e)
-    controller = JobController(run, spec, backend, claim, signals)
-    exit_code = controller.stop_if_budget_spent()
+    batch_process = BatchProcess(run, spec, backend, claim, signals)
+    exit_code = batch_process.stop_if_budget_spent()
     if exit_code is not None:
         return exit_code
-    return controller.main(sys.argv[sys.argv.index("--") + 1 :])
+    return batch_process.main(sys.argv[sys.argv.index("--") + 1 :])
