@@ -47,8 +47,8 @@ class TelemetryComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of the whole runs, some normalized per GPU, step or token."""
     goodput: dict[str, MetricComparison]
     """Shares of the wall time."""
-    only_a: list[Insight]  # notes with a code that b lacks
-    only_b: list[Insight]  # notes with a code that a lacks
+    only_a: list[Insight]  # insights with a code that b lacks
+    only_b: list[Insight]  # insights with a code that a lacks
 
 
 def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:

@@ -24,7 +24,7 @@ from clustertrain.telemetry.report_schema import (
 )
 from tests.unit.telemetry.summaries import (
     broken,
-    build_notes,
+    build_insights,
     healthy,
     host,
     idle,
@@ -47,7 +47,7 @@ def render_text(summary: Summary, width: int = 80, show_all: bool = False, encod
 
 def summary_of_1024_gpus() -> Summary:
     summary = throttling(slow(idle(healthy(128, 8), "n90", 0), "n50", 5), "n7", 3)
-    return replace(summary, insights=build_notes(summary))
+    return replace(summary, insights=build_insights(summary))
 
 
 def cpu_summary() -> Summary:
@@ -57,7 +57,7 @@ def cpu_summary() -> Summary:
     training = replace(summary.training, tokens_per_s_per_gpu=None)
     hosts = [host(f"n{i}", nvml_error=reason) for i in (1, 2)]
     summary = replace(summary, gpus=[], hosts=hosts, device="cpu", training=training)
-    return replace(summary, insights=build_notes(summary))
+    return replace(summary, insights=build_insights(summary))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
@@ -108,7 +108,7 @@ def test_hidden_insights_are_counted() -> None:
     for number in range(8):
         for node in ("n1", "n2", "n3", "n4"):
             summary = idle(summary, node, number)
-    summary = replace(summary, insights=build_notes(summary))
+    summary = replace(summary, insights=build_insights(summary))
     text = " ".join(render_text(summary, 80).split())
     assert "of them also have insights" in text
     assert "and 30 more like these (--all shows them, --json has them)" in text
@@ -152,7 +152,7 @@ def without_field(summary: Summary, name: str) -> Summary:
         return type(value)(**{**values, **({name: None} if name in optional_fields(type(value)) else {})})
 
     stripped: Summary = strip(summary)
-    return replace(stripped, insights=build_notes(stripped))
+    return replace(stripped, insights=build_insights(stripped))
 
 
 @functools.cache

@@ -220,13 +220,13 @@ def slow(summary: Summary, node: str, number: int, by: float = 0.12) -> Summary:
     return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttle_ratio=shares)
 
 
-def build_notes(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Insight]:
+def build_insights(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Insight]:
     return insights.build_insights(summary, log or [])
 
 
 def codes(summary: Summary, *, info: bool = False) -> list[str]:
     """Return the codes of critical insights and warnings."""
-    return [n.code for n in build_notes(summary) if info or n.severity != "info"]
+    return [n.code for n in build_insights(summary) if info or n.severity != "info"]
 
 
 def broken() -> Summary:
@@ -237,4 +237,4 @@ def broken() -> Summary:
     summary = with_rank(summary, 3, forward_s=None, data_wait_s=0.5)
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=3.2, by_cause={"idle_gpus": 2.0, "startup": 1.2})
     summary = replace(summary, waste=waste)
-    return replace(summary, insights=build_notes(summary))
+    return replace(summary, insights=build_insights(summary))

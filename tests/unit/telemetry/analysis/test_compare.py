@@ -8,7 +8,7 @@ from clustertrain.report import terminal
 from clustertrain.report.runs import compare_telemetry
 from clustertrain.telemetry.analysis import compare
 from clustertrain.telemetry.report_schema import ProcessSummary, Summary
-from tests.unit.telemetry.summaries import broken, build_notes, healthy, replace, stats, with_gpus
+from tests.unit.telemetry.summaries import broken, build_insights, healthy, replace, stats, with_gpus
 
 
 def test_differences_and_ratios() -> None:
@@ -87,7 +87,7 @@ def test_missing_metric_has_reason() -> None:
 
 
 def test_notes_of_only_one_run() -> None:
-    good = replace(healthy(), insights=build_notes(healthy()))
+    good = replace(healthy(), insights=build_insights(healthy()))
     comparison = compare.compare_summaries(broken(), good)
     assert {n.code for n in comparison.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
     assert comparison.only_b == []

@@ -16,7 +16,7 @@ from clustertrain.telemetry.report_schema import (
 )
 from tests.unit.telemetry.summaries import (
     T0,
-    build_notes,
+    build_insights,
     codes,
     healthy,
     replace,
@@ -27,7 +27,7 @@ from tests.unit.telemetry.summaries import (
 
 
 def single_note(summary: Summary, code: str) -> Any:
-    (insight,) = (n for n in build_notes(summary) if n.code == code)
+    (insight,) = (n for n in build_insights(summary) if n.code == code)
     return insight
 
 
@@ -58,7 +58,7 @@ def test_one_note_per_xid_and_gpu() -> None:
     summary = with_gpu(
         healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
     )
-    insights = [n for n in build_notes(summary) if n.code == "xid"]
+    insights = [n for n in build_insights(summary) if n.code == "xid"]
     assert sorted(n.text.partition(":")[0] for n in insights) == [
         "GPU 0 of n2 reported XID 63",
         "GPU 0 of n2 reported XID 79 2 times",
@@ -196,7 +196,7 @@ def test_undelivered_alerts() -> None:
     failure = {"event": "alert_not_delivered", "channel": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
     log = [{"t": T0, "host": "n1", **failure}, {"t": T0 + 1, "host": "n2", **failure}]
     log.append({"t": T0 + 2, "host": "n2", **failure, "reason": "no answer in 10 s"})
-    (insight,) = (n for n in build_notes(healthy(), log) if n.code == "alerts_not_delivered")
+    (insight,) = (n for n in build_insights(healthy(), log) if n.code == "alerts_not_delivered")
     assert insight.severity == "warning"
     assert insight.fix
     assert (
@@ -210,10 +210,10 @@ def test_failed_exporter() -> None:
     file = {"event": "exporter_failed", "reason": "/x/a.prom: No space left on device"}
     log = [{"t": T0, "host": "n1", **port}, {"t": T0, "host": "n2", **port}, {"t": T0 + 1, "host": "n1", **file}]
     log.append({"t": T0 + 1, "host": "n1", "event": "exporter_started", "textfile": "/x/b.prom"})
-    summary = {n.text: n for n in build_notes(healthy(), log) if n.code == "exporter_failed"}
+    summary = {n.text: n for n in build_insights(healthy(), log) if n.code == "exporter_failed"}
     ports = summary["the Prometheus exporter failed on 2 nodes: 127.0.0.1 port 9: Permission denied"]
     assert (ports.severity, ports.fix) == ("warning", "set port to 1024")
     assert summary["the Prometheus exporter failed on n1: /x/a.prom: No space left on device"].severity == "warning"
     log.append({"t": T0 + 9, "host": "n1", "event": "exporter_started", "textfile": "/x/a.prom"})
-    again = [n for n in build_notes(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
+    again = [n for n in build_insights(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
     assert [n.severity for n in again] == ["info"]

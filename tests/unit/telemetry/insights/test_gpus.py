@@ -6,7 +6,7 @@ from clustertrain.telemetry.insights.context import outliers
 from clustertrain.telemetry.report_schema import Stats, Summary, ThrottleShares
 from tests.unit.telemetry.summaries import (
     broken,
-    build_notes,
+    build_insights,
     codes,
     healthy,
     idle,
@@ -22,12 +22,12 @@ from tests.unit.telemetry.summaries import (
 
 
 def named(summary: Summary) -> list[tuple[str, str | None, str | None, int | None]]:
-    return [(n.code, n.node, n.uuid, n.rank) for n in build_notes(summary) if n.severity != "info"]
+    return [(n.code, n.node, n.uuid, n.rank) for n in build_insights(summary) if n.severity != "info"]
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 2), (1, 8), (4, 2), (128, 8)])
 def test_healthy_job_gets_no_warning(nodes: int, gpus: int) -> None:
-    assert [n for n in build_notes(healthy(nodes, gpus)) if n.severity != "info"] == []
+    assert [n for n in build_insights(healthy(nodes, gpus)) if n.severity != "info"] == []
     assert codes(healthy(nodes, gpus), info=True) == ["energy", "power_limited"]
 
 
@@ -68,18 +68,18 @@ def test_several_unused_gpus() -> None:
         ("gpu_unused", 6),
         ("gpus_unused", None),
     ]
-    assert "did not use 2 of 8 allocated GPUs" in build_notes(summary)[2].text
+    assert "did not use 2 of 8 allocated GPUs" in build_insights(summary)[2].text
 
 
 def test_unused_gpu_holding_memory() -> None:
     summary = with_gpu(idle(healthy(), "n2", 1), "n2", 1, memory_used_gib=stats(40.0))
-    assert "although 41.2 GiB of its memory were in use" in build_notes(summary)[0].text
+    assert "although 41.2 GiB of its memory were in use" in build_insights(summary)[0].text
 
 
 def test_idle_gpu_before_training_is_no_failure() -> None:
     early = idle(replace(healthy(1, 1), training=None, goodput=None, waste=None), "n1", 0)
     early = with_gpu(early, "n1", 0, samples=20, phases={})
-    assert [(n.severity, n.code) for n in build_notes(early)] == [("info", "energy"), ("info", "gpu_unused_yet")]
+    assert [(n.severity, n.code) for n in build_insights(early)] == [("info", "energy"), ("info", "gpu_unused_yet")]
 
 
 def test_mig_slice_is_judged_by_sm_activity() -> None:
@@ -90,7 +90,7 @@ def test_mig_slice_is_judged_by_sm_activity() -> None:
 
 def test_slow_gpu_at_power_limit_has_reason() -> None:
     summary = in_training(healthy(), "n1", 0, sm_clock_mhz=1600.0)
-    assert build_notes(summary)[0].text.endswith("of the others, at its power limit, like them")
+    assert build_insights(summary)[0].text.endswith("of the others, at its power limit, like them")
 
 
 @pytest.mark.parametrize("by", [0.02, 0.04])
@@ -125,13 +125,13 @@ def test_all_gpus_throttled(cause: str, word: str) -> None:
     for number in range(4):
         summary = in_training(summary, "n1", number, throttle_ratio=ThrottleShares(**{cause: 0.5}))
     assert codes(summary) == ["throttled"] * 4
-    assert word in build_notes(summary)[0].text
+    assert word in build_insights(summary)[0].text
 
 
 def test_job_throttling_counts_as_training() -> None:
     summary = with_gpu(healthy(1, 2), "n1", 0, throttle_ratio=ThrottleShares(0.0, 0.3, 0.0))
     summary = in_training(summary, "n1", 0, share=0.5, throttle_ratio=ThrottleShares())
-    assert "for 60% of the training" in build_notes(summary)[0].text
+    assert "for 60% of the training" in build_insights(summary)[0].text
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_outliers_exclude_themselves() -> None:
 
 
 def test_clock_of_other_gpu_is_named() -> None:
-    (insight,) = (n for n in build_notes(throttling(healthy(1, 2), "n1", 0)) if n.code == "throttled")
+    (insight,) = (n for n in build_insights(throttling(healthy(1, 2), "n1", 0)) if n.code == "throttled")
     others = in_clock(healthy(1, 2))
     assert f"while the others run at {others:,.0f}" in insight.text
 
@@ -192,7 +192,7 @@ def test_heat_of_later_lost_gpu_is_reported() -> None:
 
 def test_field_missing_throughout_is_reported() -> None:
     odd = with_gpu(healthy(1, 2), "n1", 1, utilization=None, missing={"utilization": "UNKNOWN: an unknown error"})
-    (insight,) = (n for n in build_notes(odd) if n.code == "field_missing")
+    (insight,) = (n for n in build_insights(odd) if n.code == "field_missing")
     assert "utilization is missing on GPU 1 of n1 (UNKNOWN: an unknown error)" in insight.text
     partly = with_gpu(healthy(1, 2), "n1", 1, missing={"power_w": "UNKNOWN: once (1 of 3600 samples)"})
     assert "field_missing" not in codes(partly, info=True)

@@ -13,7 +13,7 @@ from clustertrain.telemetry.report_schema import (
 )
 from tests.unit.telemetry.summaries import (
     T0,
-    build_notes,
+    build_insights,
     codes,
     healthy,
     host,
@@ -45,7 +45,7 @@ def goodput(summary: Summary, **changes: float) -> Summary:
 
 
 def test_waiting_for_data() -> None:
-    (insight,) = (n for n in build_notes(training(low(), data_wait_share=0.42)) if n.severity != "info")
+    (insight,) = (n for n in build_insights(training(low(), data_wait_share=0.42)) if n.severity != "info")
     assert (insight.code, insight.severity, insight.uuid) == ("waiting_on_data", "warning", None)
     assert insight.text == "the GPUs were busy 35% of the time: training waits for data during 42% of a step"
     assert insight.fix is not None
@@ -61,7 +61,7 @@ def test_waiting_for_data_reported_by_ranks() -> None:
 def test_waiting_for_data_with_busy_cores_requests_cores() -> None:
     summary = training(low(), data_wait_share=0.42)
     summary = replace(summary, hosts=[replace(h, cpu_allocated=12) for h in summary.hosts])
-    (insight,) = (n for n in build_notes(summary) if n.code == "waiting_on_data")
+    (insight,) = (n for n in build_insights(summary) if n.code == "waiting_on_data")
     assert "100% of the allocated cores busy" in insight.text
     assert insight.fix is not None
     assert "--cpus-per-gpu" in insight.fix
@@ -83,7 +83,7 @@ def test_data_wait_is_reported_with_busy_gpus() -> None:
 )
 def test_time_outside_training(part: str, code: str, word: str) -> None:
     summary = goodput(low(), **{part: 3000.0})
-    (insight,) = (n for n in build_notes(summary) if n.code == code)
+    (insight,) = (n for n in build_insights(summary) if n.code == code)
     assert insight.severity == "warning"
     assert word in insight.text
     assert codes(summary) == [code]
@@ -94,7 +94,7 @@ def test_short_job_is_not_blamed_for_startup() -> None:
     summary = low()
     assert summary.goodput is not None
     short = replace(summary.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
-    insights = build_notes(replace(summary, goodput=short))
+    insights = build_insights(replace(summary, goodput=short))
     assert [(n.severity, n.code) for n in insights if n.code == "startup_dominated"] == [("info", "startup_dominated")]
     assert [n for n in insights if n.severity != "info" and n.code == "low_utilization"] == []
 
@@ -106,7 +106,7 @@ def test_short_job_is_not_blamed_for_checkpoints(part: str, code: str) -> None:
     summary = healthy()
     assert summary.goodput is not None
     short = replace(summary.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
-    (insight,) = (n for n in build_notes(replace(summary, goodput=short)) if n.code == code)
+    (insight,) = (n for n in build_insights(replace(summary, goodput=short)) if n.code == code)
     assert insight.severity == "info"
 
 
@@ -119,7 +119,7 @@ def test_millisecond_wait_is_ignored() -> None:
 def test_communication_from_traffic() -> None:
     summary = low()
     summary = replace(summary, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in summary.hosts])
-    (insight,) = (n for n in build_notes(summary) if n.code == "communication_bound")
+    (insight,) = (n for n in build_insights(summary) if n.code == "communication_bound")
     assert insight.text.endswith("waiting for communication, with InfiniBand at 20.0 GB/s per GPU")
     assert codes(summary) == ["communication_bound"]
 
@@ -128,7 +128,7 @@ def test_communication_from_waiting_kernels() -> None:
     summary = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
     for g in summary.gpus:
         summary = in_training(summary, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
-    (insight,) = (n for n in build_notes(summary) if n.severity != "info")
+    (insight,) = (n for n in build_insights(summary) if n.severity != "info")
     assert insight.code == "communication_bound"
     assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in insight.text
     single_gpu = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
@@ -138,7 +138,7 @@ def test_communication_from_waiting_kernels() -> None:
 def test_single_measured_gpu_is_not_working_alone() -> None:
     three = with_gpus(healthy(1, 3), sm_activity=None, tensor_activity=None, utilization=None, phases={})
     one_measured = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
-    (insight,) = (n for n in build_notes(one_measured) if n.severity == "warning")
+    (insight,) = (n for n in build_insights(one_measured) if n.severity == "warning")
     assert insight.code == "communication_bound"
     assert "do little (1 of 3 measured)" in insight.text
     others_idle = idle(idle(with_gpu(one_measured, "n1", 0, phases={}), "n1", 1), "n1", 2)
@@ -174,7 +174,7 @@ def without_steps(summary: Summary) -> Summary:
 
 def test_hung() -> None:
     summary = without_steps(replace(healthy(), gpus=[hung(g) for g in healthy().gpus]))
-    (insight,) = (n for n in build_notes(summary) if n.severity != "info")
+    (insight,) = (n for n in build_insights(summary) if n.severity != "info")
     assert (insight.severity, insight.code) == ("critical", "hung")
     assert insight.text == (
         "8 GPUs hung: no step was done, and utilization 100%, tensor cores active 0%, power at 19% of the limit"
@@ -185,17 +185,17 @@ def test_hung() -> None:
 
 def test_attempt_ended_by_hang() -> None:
     summary = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
-    assert [(n.severity, n.text) for n in build_notes(summary) if n.code == "hung"] == [
+    assert [(n.severity, n.text) for n in build_insights(summary) if n.code == "hung"] == [
         ("critical", "attempt 2 ended because steps stopped")
     ]
 
 
 def test_unknown_cause_lists_excluded_ones() -> None:
-    (insight,) = (n for n in build_notes(low()) if n.severity != "info")
+    (insight,) = (n for n in build_insights(low()) if n.severity != "info")
     assert insight.code == "low_utilization"
     assert "data, checkpoints, evaluation and start-up are not the cause" in insight.text
     bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
-    (insight,) = (n for n in build_notes(bare) if n.severity != "info")
+    (insight,) = (n for n in build_insights(bare) if n.severity != "info")
     assert insight.text.endswith("the recorded data does not show the cause")
 
 
@@ -205,7 +205,7 @@ def test_few_low_gpus_are_named() -> None:
         summary,
         gpus=[replace(g, utilization=stats(0.1), phases={}) if g.node == "n1" else g for g in summary.gpus],
     )
-    assert [(n.node, n.rank) for n in build_notes(summary) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
+    assert [(n.node, n.rank) for n in build_insights(summary) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
 
 
 def test_rules_are_independent() -> None:
