@@ -159,12 +159,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill_disk(filler: Path, free_bytes: int, before_step: int) -> None:
     """Setup: rank 0 fills the disk up to ``free_bytes`` bytes before step ``before_step`` is saved."""
+    from clustertrain import clock
+    from clustertrain.checkpoint.format.manifest import list_checkpoint_folders
     from clustertrain.checkpoint.manager import CheckpointManager
 
     save = CheckpointManager.save
 
     def save_on_full_disk(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
         if at == before_step and os.environ["RANK"] == "0":
+            # The previous save, in the background, needs space too.
+            assert clock.wait_until(lambda: bool(list_checkpoint_folders(self._root)), 60.0)
             with filler.open("wb", buffering=0) as file:
                 with contextlib.suppress(OSError):
                     while file.write(bytes(1 << 16)):
