@@ -111,7 +111,7 @@ def round_order(names: Sequence[str], n: int) -> list[str]:
 def save_once(team: Team, shapes: Shapes, folder: Path) -> int:
     """Job of a team: save one checkpoint; return the fingerprint of its content."""
     state = State(shapes)
-    manager = make_manager(folder, team.new_group(), async_save=False)
+    manager = make_manager(folder, team.new_control_group(), async_save=False)
     manager.save(1, state.objects, rank_state())
     manager.close()
     return state.fingerprint()

@@ -29,7 +29,7 @@ class Readers:
         """``other``: the same kind of checkpoint, saved by another number of ranks, and its fingerprint."""
         self._team, self._shapes, self._buffer, self._folder = team, shapes, buffer, folder
         self._other = other
-        self._group, self._ours = team.new_group(), team.new_group()
+        self._group, self._ours = team.new_group(), team.new_control_group()
         self.all: dict[str, Callable[[int], float]] = {
             RAW_READ: self._raw_read,
             RESTORE: lambda content: self._restore(folder / LATER, content, 0),

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.control_group import ControlGroup
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager, SaveResult
 
 Shapes = dict[str, tuple[int, ...]]
@@ -98,7 +99,7 @@ def with_offsets(parts: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]
 
 
 def make_manager(
-    root: Path, group: dist.ProcessGroup, on_commit: Callable[[SaveResult], None] = lambda saved: None, **options: Any
+    root: Path, group: ControlGroup, on_commit: Callable[[SaveResult], None] = lambda saved: None, **options: Any
 ) -> CheckpointManager:
     """Return a manager of the checkpoints in ``root``; ``options`` are fields of its ``CheckpointConfig``."""
     layout = {"strategy": "fsdp", "dp_shard": dist.get_world_size()}

@@ -28,7 +28,7 @@ def step_seconds(team: Team, shapes: Shapes, folder: Path, rounds: int, label: s
     state = State(shapes)
     training = _Training()
     committed: list[SaveResult] = []
-    manager = make_manager(folder, team.new_group(), on_commit=committed.append)
+    manager = make_manager(folder, team.new_control_group(), on_commit=committed.append)
 
     def is_saving() -> bool:
         manager.poll()

@@ -71,7 +71,7 @@ class Writers:
         """``buffer``: allocated memory for this rank's part. ``shared``: /dev/shm is large enough for the peer that
         uses it."""
         self._team, self._state, self._buffer = team, state, buffer
-        self._group, self._own = team.new_group(), team.new_group()
+        self._group, self._own = team.new_group(), team.new_control_group()
         # In the order of a round: what is compared is adjacent, so that the disk is equally fast for both.
         self.all: dict[str, Callable[[Path], dict[str, Seconds]]] = {
             CLONE: self._clone,

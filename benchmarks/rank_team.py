@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import CannotRun
+from clustertrain.checkpoint.core.control_group import ControlGroup
 from tests.ranks.rank_pool import CONTEXT
 
 T = TypeVar("T")
@@ -25,12 +27,18 @@ class Team:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group_ids = itertools.count()
 
     def new_group(self) -> dist.ProcessGroup:
-        """Create another group of all ranks: its collectives cannot match those of other groups."""
+        """Create another gloo group of all ranks: its collectives cannot match those of other groups."""
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def new_control_group(self) -> ControlGroup:
+        """Create a control group of all ranks: its operations cannot match those of other groups."""
+        store = dist.PrefixStore(f"control-{next(self._group_ids)}", dist.distributed_c10d._get_default_store())
+        return ControlGroup(store, self.rank, self.size, dist.default_pg_timeout)
 
     def barrier(self) -> None:
         dist.barrier()

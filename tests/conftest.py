@@ -12,6 +12,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from clustertrain.plan.layout import Layout
+from tests.paths import DEVICE_VARIABLE
 
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
 # small to share, and with more threads than cores, waiting threads spin.
@@ -32,6 +33,17 @@ WHOLE_FILES = frozenset(
 )
 
 MAX_ID_LENGTH = 60
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="device of the ranks that tests start; cuda is emulated (tests/cuda_emulation)",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[DEVICE_VARIABLE] = config.getoption("--device")  # for tests.ranks.rank_pool, which is imported later
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,8 +16,8 @@ import torch
 
 from clustertrain import clock
 from clustertrain.checkpoint.core import fault_points
-from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import DeadlineExceeded, Failure, error_from_failures
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.core.state_dict import LoadableState, StateTree
 from clustertrain.checkpoint.format import folders

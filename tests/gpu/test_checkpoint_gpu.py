@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager, SaveResult
 from clustertrain.checkpoint.offline import inspect

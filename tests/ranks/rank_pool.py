@@ -30,11 +30,16 @@ from clustertrain.config.preemption_test import PreemptionTestSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from tests.paths import DEVICE_VARIABLE
+
+# The device of the ranks: cpu, or the emulated cuda (pytest --device).
+DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Modules that are not installed are omitted.
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
+    [*(["tests.cuda_emulation.device"] if DEVICE == "cuda" else []),
+     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
      "pytorch_optimizer", "torchao.optim", "sklearn.datasets", "clustertrain.train.trainer"]
 )  # fmt: skip
 SEQ_LEN = 16
@@ -136,6 +141,7 @@ class Ranks:
         setup: Callable[..., None] | None = None,
         args: tuple[Any, ...] = (),
         argv: tuple[str, ...] = (),
+        device: str = DEVICE,
     ) -> None:
         """Start the ranks; each first calls ``setup(*args)``, with which a test can inject a fault."""
         self.run, self.attempt = run, run.attempt(attempt)
@@ -148,7 +154,7 @@ class Ranks:
             "CLUSTERTRAIN_RUN_DIR": str(run.path),
             "CLUSTERTRAIN_ATTEMPT": str(attempt),
             "CLUSTERTRAIN_RANK_DIR": str(self.rank_dir),
-            "CLUSTERTRAIN_DEVICE": "cpu",
+            "CLUSTERTRAIN_DEVICE": device,
             "CLUSTERTRAIN_NODE": "here",
             "CLUSTERTRAIN_NODE_RANK": "0",
             "WORLD_SIZE": str(ranks),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from benchmarks.rank_team import Team, run_team
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.load import shared_read as shared
@@ -57,7 +57,7 @@ def build_state(placement: str, filled: bool) -> dict[str, Any]:
 
 def open_manager(team: Team, folder: Path) -> CheckpointManager:
     return CheckpointManager(
-        folder, Ranks(team.new_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
+        folder, Ranks(team.new_control_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
     )
 
 

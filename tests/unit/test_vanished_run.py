@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain import fsio, settings
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.cli.jobs import list_

@@ -1,128 +1,162 @@
-"""Collectives of saves and restores: JSON over a private gloo group, no pickle.
+"""Messages between all ranks on the CPU, along a tree of small gloo groups.
 
-The group is private because a collective of the training loop in flight on the same group would be matched with these.
+A gloo group connects each pair of its ranks: a socket per rank and peer. Here the ranks form groups of eight, the first
+ranks of eight groups form one more, and so on, so a rank of n has about 7 log8(n) sockets at most, and most ranks have
+eight. Consecutive ranks share a node, so most messages stay on it. docs/decisions/0048-tree-of-control-groups.md says
+why these are not lazily connected groups of all ranks.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
-from clustertrain.errors import CheckpointError
-
-T = TypeVar("T")  # a JSON value
+GROUP_SIZE = 8
+Combine = Callable[[Sequence[bytes]], bytes]
 
 _HEAD_BYTES = 512
 _LENGTH_BYTES = 8
 _INLINE_BYTES = _HEAD_BYTES - _LENGTH_BYTES
 
 
-class Ranks:
-    """All ranks of the job. ``group`` is None for a single process."""
+class ControlGroup:
+    """All ranks of the job.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.world_size = dist.get_world_size(group) if group is not None else 1
+    Operations are collective: every rank starts the same ones in the same order. A thread runs them in that order, so
+    that an operation proceeds while the caller does something else.
+    """
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return the ``payload`` of every rank, in rank order. All payloads have the same length. One collective."""
-        return self.all_gather_bytes_async(payload)()
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Connect the ranks. Collective.
 
-    def all_gather_bytes_async(self, payload: bytes) -> Callable[[], list[bytes]]:
-        """Start :meth:`all_gather_bytes`; the returned function waits for it and returns the payloads."""
-        if self._group is None:
-            return lambda: [payload]
-        send_buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        recv_buffer = torch.empty(self.world_size * len(payload), dtype=torch.uint8)
-        work = dist.all_gather_into_tensor(recv_buffer, send_buffer, group=self._group, async_op=True)
-
-        def wait() -> list[bytes]:
-            assert work is not None and send_buffer.numel() == len(payload)
-            work.wait()
-            data = recv_buffer.numpy().tobytes()
-            return [data[at : at + len(payload)] for at in range(0, len(data), len(payload))]
-
-        return wait
-
-    def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of every rank, in rank order, on rank 0; an empty list on the others."""
-        if self._group is None:
-            return [value]
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=self._group)
-        longest = max(int(s) for s in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: encoded.numel()] = encoded
-        if self.rank != 0:
-            dist.gather(padded, None, group=self._group, group_dst=0)
-            return []
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.gather(padded, gathered, group=self._group, group_dst=0)
-        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(gathered, sizes, strict=True)]
-
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's ``value`` on every rank."""
-        if self._group is None:
-            return value
-        data = json.dumps(value).encode() if self.rank == 0 else b""
-        # The head has the length and the first bytes, so that most values need one collective.
-        head = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_INLINE_BYTES]).ljust(_HEAD_BYTES, b"\0")
-        buffer = torch.frombuffer(head, dtype=torch.uint8)
-        dist.broadcast(buffer, group=self._group, group_src=0)
-        size = int.from_bytes(head[:_LENGTH_BYTES], "big")
-        data = data if self.rank == 0 else bytes(head[_LENGTH_BYTES : _LENGTH_BYTES + size])
-        if size > _INLINE_BYTES:
-            rest = torch.frombuffer(
-                bytearray(data[_INLINE_BYTES:]) or bytearray(size - _INLINE_BYTES), dtype=torch.uint8
-            )
-            dist.broadcast(rest, group=self._group, group_src=0)
-            data = data[:_INLINE_BYTES] + rest.numpy().tobytes()
-        received: T = json.loads(data)
-        return received
-
-    def all_gather_failures(self, own_failure: Failure | None) -> list[Failure]:
-        """Return the failures of all ranks, in rank order, each message prefixed with its rank.
-
-        Every rank returns the same list.
+        Args:
+            store: used by this group alone.
+            timeout: limits each wait for a peer.
         """
-        own_fields: dict[str, Any] | None = (
-            None if own_failure is None else {"message": own_failure.message, "kind": own_failure.kind}
-        )
-        gathered = self.all_gather_optional(own_fields)
-        return [
-            Failure(message=f"rank {rank}: {fields['message']}", kind=fields["kind"])
-            for rank, fields in enumerate(gathered)
-            if fields is not None
-        ]
+        self.rank, self.world_size = rank, world_size
+        self._levels = _connect(store, rank, world_size, timeout)
+        self._operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        # A daemon, because it may wait for a dead peer when the process ends.
+        self._thread = threading.Thread(target=self._run_operations, name="control group", daemon=True)
+        self._thread.start()
 
-    def all_gather_optional(self, value: T) -> list[T]:
-        """Return the ``value`` of every rank, in rank order, on every rank; an empty list if all are None."""
-        if not any(map(any, self.all_gather_bytes(bytes([value is not None])))):
-            return []
-        return self.broadcast(self.gather(value))
+    def reduce(self, payload: bytes, combine: Combine, *, to_all: bool = True) -> Callable[[], bytes]:
+        """Start to combine the payloads of all ranks; the returned function waits for the result.
 
-    def run_on_rank0(self, func: Callable[[], T], error_prefix: str) -> T:
-        """Run ``func`` on rank 0 and return its result on every rank.
-
-        Raises:
-            CheckpointError: on every rank, after ``error_prefix``, if ``func`` raised an OSError or CheckpointError.
+        Args:
+            combine: returns one payload for those of consecutive ranks, in rank order.
+            to_all: whether all ranks get the result; otherwise only rank 0 does, and the others get what they sent.
         """
-        outcome: dict[str, Any] = {}
-        if self.rank == 0:
+        return self._start(_Operation(payload, combine, to_all))
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Return rank 0's ``payload`` on every rank."""
+        return self._start(_Operation(payload, None, True))()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.reduce(b"", b"".join)()
+
+    def close(self) -> None:
+        """Wait for the operations in flight and disconnect."""
+        self._operations.put(None)
+        self._thread.join()
+        self._levels.clear()
+
+    def _start(self, operation: _Operation) -> Callable[[], bytes]:
+        self._operations.put(operation)
+        return operation.result.result
+
+    def _run_operations(self) -> None:
+        while (operation := self._operations.get()) is not None:
             try:
-                outcome = {"value": func()}
-            except (OSError, CheckpointError) as e:
-                caught = failure_from_exception(e)
-                outcome = {"failure": {"message": caught.message, "kind": caught.kind}}
-        outcome = self.broadcast(outcome)
-        if "failure" in outcome:
-            raise error_from_failures(error_prefix, [Failure(**outcome["failure"])])
-        value: T = outcome["value"]
-        return value
+                operation.result.set_result(self._run(operation))
+            except BaseException as e:
+                operation.result.set_exception(e)
+
+    def _run(self, operation: _Operation) -> bytes:
+        payload = operation.payload
+        if operation.combine is not None:
+            for level in self._levels:
+                payload = level.gather_to_leader(payload, operation.combine)
+        if operation.to_all:
+            for level in reversed(self._levels):
+                payload = level.broadcast_from_leader(payload)
+        return payload
+
+
+class _Operation:
+    """An operation in the queue: up the tree with ``combine`` unless that is None, down the tree if ``to_all``."""
+
+    def __init__(self, payload: bytes, combine: Combine | None, to_all: bool) -> None:
+        self.payload, self.combine, self.to_all = payload, combine, to_all
+        self.result: Future[bytes] = Future()
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A group of at most GROUP_SIZE ranks, of which the first one leads."""
+
+    gloo: Any  # torch's stubs of ProcessGroupGloo lack its methods
+    rank: int
+    size: int
+
+    def gather_to_leader(self, payload: bytes, combine: Combine) -> bytes:
+        """Return the combined payloads on the leader, and ``payload`` on the others."""
+        if self.rank != 0:
+            self._send(payload, [0])
+            return payload
+        return combine([payload, *(self._receive(peer) for peer in range(1, self.size))])
+
+    def broadcast_from_leader(self, payload: bytes) -> bytes:
+        if self.rank != 0:
+            return self._receive(0)
+        self._send(payload, range(1, self.size))
+        return payload
+
+    # The head has the length and the first bytes, so that most messages are one transfer.
+
+    def _send(self, payload: bytes, peers: Sequence[int]) -> None:
+        head = (len(payload).to_bytes(_LENGTH_BYTES, "big") + payload[:_INLINE_BYTES]).ljust(_HEAD_BYTES, b"\0")
+        parts = [head, payload[_INLINE_BYTES:]] if len(payload) > _INLINE_BYTES else [head]
+        tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
+        works = [self.gloo.send([tensor], peer, 0) for peer in peers for tensor in tensors]
+        for work in works:
+            work.wait()
+
+    def _receive(self, peer: int) -> bytes:
+        head = self._receive_bytes(peer, _HEAD_BYTES)
+        size = int.from_bytes(head[:_LENGTH_BYTES], "big")
+        payload = head[_LENGTH_BYTES : _LENGTH_BYTES + size]
+        return payload + self._receive_bytes(peer, size - len(payload)) if size > len(payload) else payload
+
+    def _receive_bytes(self, peer: int, size: int) -> bytes:
+        tensor = torch.empty(size, dtype=torch.uint8)
+        self.gloo.recv([tensor], peer, 0).wait()
+        return tensor.numpy().tobytes()
+
+
+def _connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> list[_Level]:
+    """Return the groups of ``rank``, from the leaves of the tree: it leads all of them but perhaps the last."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_default_device()]  # one listening socket for all groups
+    levels: list[_Level] = []
+    stride = 1
+    while stride < world_size and rank % stride == 0:
+        first = rank - rank % (stride * GROUP_SIZE)
+        members = range(first, min(first + stride * GROUP_SIZE, world_size), stride)
+        if len(members) > 1:
+            prefix = PrefixStore(f"{stride}/{first}/", store)
+            gloo = ProcessGroupGloo(prefix, members.index(rank), len(members), options)
+            levels.append(_Level(gloo, members.index(rank), len(members)))
+        stride *= GROUP_SIZE
+    return levels

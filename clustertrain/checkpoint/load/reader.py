@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.core import json_tree, state_dict
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import LoadableState
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, align_to_blocks
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, Manifest, ShardRecord, TensorKind, TensorRecord
@@ -31,6 +31,7 @@ Finalizer = Callable[[], None]
 # Concurrent reads. They wait mainly for the disk: reading and hashing release the GIL.
 _LOCAL_THREADS = 4
 _REMOTE_THREADS = 16  # a store has high latency, and answers many requests at a time
+_KERNEL_OPTIONS = ("foreach", "fused", "capturable")  # of torch.optim
 _MAX_READ_BYTES = 8 * BLOCK_BYTES  # a larger shard is split between threads
 
 
@@ -346,11 +347,13 @@ class CheckpointReader:
                 )
 
     def _group_options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the options of ``saved``, or of ``group`` itself if it is None."""
+        """Return the options of ``saved``, with the kernels of ``group``; all of ``group`` if there are none."""
         options = {k: v for k, v in (saved or group).items() if k != "params"}
         if saved is None:
             return options
         options = dict(json_tree.decode(options, self._read_full_tensor))
+        # How this run computes, which depends on its device and layout.
+        options |= {k: group[k] for k in _KERNEL_OPTIONS if k in group}
         for k, v in group.items():
             if isinstance(v, torch.Tensor) and v.dim() == 0 and k in options:
                 options[k] = torch.full_like(v, options[k])  # a learning rate in a tensor stays in one

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock
-from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.core.state_dict import LoadableState
 from clustertrain.checkpoint.format import folders

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES
 from clustertrain.checkpoint.format.manifest import Manifest, ShardRecord, TensorRecord
 from clustertrain.checkpoint.format.storage_errors import StorageError

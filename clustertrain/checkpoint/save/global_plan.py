@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from clustertrain.checkpoint.core import json_tree
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import CollectedState, LocalShard
 
 _DIGEST_BYTES = 16

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from clustertrain.checkpoint.core import fault_points
-from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import LocalShard, StateTree, collect_state
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format.staged_segments import Segment

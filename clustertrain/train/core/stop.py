@@ -1,25 +1,26 @@
 """Stop requests: all ranks stop at the same step, whichever receives the request, without a device synchronization.
 
-At boundary k (between two steps) each rank posts an asynchronous MAX all-reduce of its flag on a separate gloo group
-and waits for the one posted at boundary k-1, which had a whole step to complete. If the result of k-1 is set, all ranks
-see it at the same k; they wait for the all-reduce of k, so that nothing is left in flight, and stop. The group's
-timeout is the deadline. The first boundary waits for its own all-reduce, so that no step runs if a rank was asked to
+At boundary k (between two steps) each rank posts an asynchronous all-reduce of its flag on a control group and waits
+for the one posted at boundary k-1, which had a whole step to complete. If the result of k-1 is set, all ranks see it at
+the same k; they wait for the all-reduce of k, so that nothing is left in flight, and stop. The group's timeout is the
+deadline. The first boundary waits for its own all-reduce, so that no step runs if a rank was asked to
 stop during startup.
 """
 
 from __future__ import annotations
 
 import signal
+import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from clustertrain import fsio
+from clustertrain.checkpoint.core.control_group import ControlGroup
+
+_DOUBLE = struct.Struct("=d")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -75,13 +76,13 @@ class StopAgreement:
     def __init__(
         self,
         should_stop: Callable[[], bool],
-        group: dist.ProcessGroup | None,
+        group: ControlGroup | None,
         extra_flags: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
         self._should_stop = should_stop
         self._extra_flags = dict(extra_flags or {})
         self._group = group
-        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._pending: Callable[[], bytes] | None = None
         self._is_first_poll = True
         self._raised_flags: set[str] = set()
         self.agreed = False
@@ -110,18 +111,13 @@ class StopAgreement:
         self._raised_flags.discard(name)
         return was_raised
 
-    def _post_flags(self) -> tuple[dist.Work, torch.Tensor]:
-        flags = torch.tensor(
-            [self._should_stop(), *(is_set() for is_set in self._extra_flags.values())], dtype=torch.int32
-        )
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        return work, flags
+    def _post_flags(self) -> Callable[[], bytes]:
+        assert self._group is not None
+        flags = bytes([self._should_stop(), *(is_set() for is_set in self._extra_flags.values())])
+        return self._group.reduce(flags, _maximum)
 
-    def _wait_for_flags(self, pending: tuple[dist.Work, torch.Tensor]) -> bool:
-        work, flags = pending
-        work.wait()
-        stop, *extra = flags.tolist()
+    def _wait_for_flags(self, pending: Callable[[], bytes]) -> bool:
+        stop, *extra = pending()
         self._raised_flags.update(name for name, raised in zip(self._extra_flags, extra, strict=True) if raised)
         return bool(stop)
 
@@ -129,20 +125,25 @@ class StopAgreement:
         """Return whether ``flag`` is set on any rank. Collective; it blocks, so use it only after the agreement."""
         if self._group is None:
             return flag
-        value = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(value.item())
+        return any(self._group.reduce(bytes([flag]), _maximum)())
 
     def min_over_ranks(self, value: float) -> float:
         """Return the minimum of ``value`` over all ranks. Collective; it blocks like :meth:`any_rank`."""
         if self._group is None:
             return value
-        minimum = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(minimum, op=dist.ReduceOp.MIN, group=self._group)
-        return float(minimum.item())
+        minimum: float = _DOUBLE.unpack(self._group.reduce(_DOUBLE.pack(value), _minimum)())[0]
+        return minimum
 
     def wait_for_pending(self) -> None:
         """Wait for the all-reduce in flight, so that the group can be closed."""
         if self._pending is not None:
             self._wait_for_flags(self._pending)
             self._pending = None
+
+
+def _maximum(flags: Sequence[bytes]) -> bytes:
+    return bytes(map(max, zip(*flags, strict=True)))
+
+
+def _minimum(values: Sequence[bytes]) -> bytes:
+    return min(values, key=_DOUBLE.unpack)

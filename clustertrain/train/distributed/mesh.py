@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from clustertrain import reading, settings
+from clustertrain.checkpoint.core.control_group import ControlGroup
 from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
@@ -29,8 +30,8 @@ _session_ids = itertools.count(1)  # numbers the sessions of this process
 class ProcessGroups:
     """Process groups of a session; all None for a process that torchrun did not start.
 
-    ``stop`` and ``checkpoint`` are separate gloo groups: on a shared group, their collectives could be matched with one
-    of the training loop that is in flight.
+    ``stop`` and ``checkpoint`` are separate control groups: on a shared one, their operations could be matched with
+    each other's.
     """
 
     mesh: DeviceMesh | None
@@ -38,8 +39,8 @@ class ProcessGroups:
     cp_mesh: DeviceMesh | None
     """One-dimensional mesh of the ranks that share a sequence. It is separate, because those ranks are also in
     ``mesh``'s data-parallel dimensions, which average gradients and shard parameters."""
-    stop: dist.ProcessGroup | None
-    checkpoint: dist.ProcessGroup | None
+    stop: ControlGroup | None
+    checkpoint: ControlGroup | None
 
     def tp_mesh(self) -> DeviceMesh | None:
         return self._submesh("tp")
@@ -105,7 +106,6 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
     if not context.launched_by_torchrun:
         return ProcessGroups(None, None, None, None)
     timeout = timedelta(seconds=timeout_s)
-    cuda = context.device.type == "cuda"
     if dist.is_initialized():
         raise UsageError(
             "session: torch.distributed is already initialized",
@@ -114,24 +114,46 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
     # torch numbers the groups of each session from 0. Without the prefix, a rank would find its peers' addresses from
     # the previous session in the store and wait for them.
     store = PrefixStore(f"session-{next(_session_ids)}", _rendezvous_store(timeout))
+    _init_default_group(context, store, timeout)
+    layout, device = context.layout, context.device.type
+    names, sizes = mesh_dimensions(layout)
+    mesh = _init_mesh(device, sizes, names, timeout)
+    cp_mesh = None
+    if layout.cp > 1:
+        sizes = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
+        cp_mesh = _init_mesh(device, sizes, ("outer", "cp", "inner"), timeout)["cp"]
+    stop, checkpoint = (
+        ControlGroup(PrefixStore(name, store), context.rank, context.world_size, timeout)
+        for name in ("stop", "checkpoint")
+    )
+    return ProcessGroups(mesh, cp_mesh, stop, checkpoint)
+
+
+def _init_default_group(context: RankContext, store: Store, timeout: timedelta) -> None:
+    on_cuda = context.device.type == "cuda"
+    # With offload, DTensors of the CPU are reduced too.
+    backend = "gloo" if not on_cuda else "cpu:gloo,cuda:nccl" if context.layout.offload else "nccl"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        backend,
         store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=timeout,
-        device_id=context.device if cuda else None,
+        device_id=context.device if on_cuda else None,
     )
-    layout, device = context.layout, context.device.type
-    names, sizes = mesh_dimensions(layout)
+    if on_cuda and context.layout.offload:
+        # torch 2.13 splits the gloo half of a group by these ranks, and leaves them empty in the default group.
+        gloo = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        gloo.options.global_ranks_in_group = list(range(context.world_size))
+
+
+def _init_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout: timedelta) -> DeviceMesh:
+    """Return a new mesh whose groups have ``timeout``; ``init_device_mesh`` would give them torch's default."""
     mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
-    cp_mesh = None
-    if layout.cp > 1:
-        sizes = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
-        cp_mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "cp", "inner"))["cp"]
-    stop = dist.new_group(backend="gloo", timeout=timeout)
-    checkpoint = dist.new_group(backend="gloo", timeout=timeout)
-    return ProcessGroups(mesh, cp_mesh, stop, checkpoint)
+    for group in mesh.get_all_groups():
+        for device_type in group._device_types:
+            group._get_backend(device_type)._set_default_timeout(timeout)
+    return mesh
 
 
 def build_shard_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -145,13 +167,18 @@ def build_shard_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return mesh.get_group(dims[0]) if dims else None
     last = tuple(range(mesh.ndim - len(dims), mesh.ndim))
     local_group = None
+    timeout = mesh.get_group(0)._get_backend(torch.device(mesh.device_type)).options._timeout
     for ranks in mesh.mesh.movedim(dims, last).flatten(last[0]).reshape(-1, math.prod(map(mesh.size, dims))).tolist():
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         local_group = group if dist.get_rank() in ranks else local_group
     return local_group
 
 
-def close_groups() -> None:
+def close_groups(groups: ProcessGroups) -> None:
+    """Close the groups of a session, on which no operation is in flight."""
+    for control_group in (groups.stop, groups.checkpoint):
+        if control_group is not None:
+            control_group.close()
     if dist.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # destroying a group whose peers have exited warns

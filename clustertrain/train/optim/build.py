@@ -62,6 +62,8 @@ def build_optimizer(
     shard_group = (
         mesh.build_shard_group(groups.mesh) if needs_unsharded and sharded and groups.mesh is not None else None
     )
+    if sharded:
+        options = registry.adapt_to_dtensors(cls, options)
     factory: OptimizerFactory
     plain_factory: registry.OptimizerConstructor = functools.partial(cls, **options)
     if is_pair:

@@ -78,6 +78,13 @@ def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> di
     return by_name[spec.name]
 
 
+def adapt_to_dtensors(cls: OptimizerClass, options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` without the fused kernel if torch has none for DTensors."""
+    if issubclass(cls, torch.optim.SGD) and options.get("fused"):  # torch 2.13: no sharding strategy for _fused_sgd_
+        return {**options, "fused": False, "foreach": True}
+    return options
+
+
 def accepted_options(cls: OptimizerClass, options: Mapping[str, object]) -> dict[str, Any]:
     """Return the options that ``cls`` accepts by name."""
     accepted = inspect.signature(cls).parameters

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from clustertrain import clock
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext

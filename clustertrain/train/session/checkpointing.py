@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from clustertrain import clock
-from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import DeadlineExceeded
 from clustertrain.checkpoint.core.interval import CheckpointInterval
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason
 from clustertrain.checkpoint.load import restore

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from clustertrain import schema
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.load.restore import CheckpointOrigin
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock
@@ -119,7 +118,7 @@ class SessionRuntime:
     def barrier(self) -> None:
         """Wait for all ranks on the CPU."""
         if self.groups.stop is not None:
-            dist.barrier(group=self.groups.stop)
+            self.groups.stop.barrier()
 
 
 def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime:
@@ -250,7 +249,7 @@ def _exit_cleanly(runtime: SessionRuntime, requests_requeue: bool) -> None:
         # A script's loop that ended because of poll() has not done all its steps.
         is_stopped = requests_requeue or is_late or (runtime.agreement.agreed and not runtime.state.is_finished)
         runtime.result.record_stopped() if is_stopped else runtime.result.record_session_closed()
-    mesh.close_groups()
+    mesh.close_groups(runtime.groups)
 
 
 def _exit_on_shutdown_error(runtime: SessionRuntime, error: BaseException) -> NoReturn:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train.core import step_timer
@@ -31,6 +31,7 @@ from clustertrain.train.core.step_types import (
     index_powers,
     pack_sum_count,
 )
+from clustertrain.train.data.prefetch import DeviceTransfer
 from clustertrain.train.distributed import data_parallel, precision
 from clustertrain.train.distributed.grad_norm import local_squared_norm, reduce_partial_gradients
 from clustertrain.train.distributed.mesh import ProcessGroups
@@ -79,6 +80,7 @@ class TrainStep:
         self._statistics = RunningStatistics(model)
         self._get_frozen = get_frozen
         self._accepts_samples = accepts_samples(unwrap(model))
+        self._to_device = DeviceTransfer(context.device)
         coordinates = context.layout.coordinates(context.rank)
         # Tensor-parallel ranks compute the same loss, which must be counted only once.
         self._counts_loss = coordinates.tp == 0
@@ -111,7 +113,10 @@ class TrainStep:
 
             micro_batches = [context_parallel.shard_sequence(pair, self._groups.cp_mesh) for pair in micro_batches]
         is_padding = [bool((p < 0).any()) for p in samples] if samples else [False] * len(micro_batches)
-        model_positions = samples if self._accepts_samples and samples is not None else [None] * len(micro_batches)
+        # DDP and fully_shard would copy them while the host waits.
+        model_positions = (
+            self._to_device(list(samples)) if self._accepts_samples and samples else [None] * len(micro_batches)
+        )
         run_passes = functools.partial(self._forward_backward, micro_batches, model_positions, is_padding, loss_fn)
         if self._emit_event is not None:
             from clustertrain.train.profiling import compile_trial
@@ -226,9 +231,10 @@ class TrainStep:
 
         This is a host sync per step: the next step needs the new scale before it starts.
         """
-        if not bool(verdict.loss.isfinite() | verdict.finite):
+        loss_finite, all_finite = torch.stack([verdict.loss.isfinite(), verdict.finite]).tolist()
+        if not loss_finite and not all_finite:
             return False  # the unscaled loss is already NaN or Inf, so the scale is not the cause
-        overflow = not bool(verdict.finite)
+        overflow = not all_finite
         at_floor = scale.update(overflow=overflow)
         return overflow and not at_floor
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder

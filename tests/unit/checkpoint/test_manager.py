@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import direct_io, folders, storage_errors
 from clustertrain.checkpoint.format import manifest as index

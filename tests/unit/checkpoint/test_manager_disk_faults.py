@@ -20,7 +20,7 @@ import torch
 
 from clustertrain import settings
 from clustertrain.checkpoint.core import fault_points
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.core.state_dict import to_local_shard
 from clustertrain.checkpoint.format import manifest as index

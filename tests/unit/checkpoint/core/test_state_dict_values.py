@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clustertrain import settings
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save.staging import StagingBuffer

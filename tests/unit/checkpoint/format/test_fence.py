@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain import clock, settings
 from clustertrain.checkpoint.core import fault_points, retention
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format import manifest as index

@@ -11,7 +11,7 @@ import click.testing
 import msgspec
 import pytest
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import manifest_checks
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord

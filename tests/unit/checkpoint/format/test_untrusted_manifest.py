@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import diff, inspect

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.load import restore, rollback
 from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager, SaveResult

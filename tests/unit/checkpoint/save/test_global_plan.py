@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save import global_plan
 from clustertrain.errors import CheckpointError

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from clustertrain import settings
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors
 from clustertrain.checkpoint.format.storage_errors import StorageError

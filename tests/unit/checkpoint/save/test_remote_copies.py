@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors

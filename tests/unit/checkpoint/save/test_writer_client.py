@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import DeadlineExceeded
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import to_local_shard
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format import manifest as index

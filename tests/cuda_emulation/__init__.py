@@ -1,0 +1,1 @@
+"""An emulated CUDA device for a torch built without CUDA: README.md."""

@@ -1,0 +1,136 @@
+"""What a rank did on the emulated device: synchronizations, kernels, memory, streams and collectives, with places."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple
+
+import clustertrain
+
+PACKAGE = str(Path(clustertrain.__file__).parent)
+THIS_FOLDER = str(Path(__file__).parent)
+Kind = Literal["sync", "kernel", "memory", "stream", "collective"]
+KINDS: tuple[Kind, ...] = ("sync", "kernel", "memory", "stream", "collective")
+AUTOGRAD = "backward pass"
+
+
+class Range(NamedTuple):
+    """Bytes of memory, of the device or the host."""
+
+    begin: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+class Event(NamedTuple):
+    """One thing that the device was asked to do."""
+
+    kind: Kind
+    name: str
+    """The operator, or what happened: ``item``, ``blocking copy, host to device``, ``record_event``, ``free``, …"""
+    stream: int
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+    value: int
+    """Bytes of a copy, number of an event, or peer of a transfer."""
+    place: str
+    """The innermost function of clustertrain: ``train.step.train_step._update``."""
+    caller: str
+    """The innermost function of all, which may be torch's."""
+
+
+class Trace:
+    """The events of this process while it is switched on."""
+
+    def __init__(self, *kinds: Kind) -> None:
+        from tests.cuda_emulation.device import emulated
+
+        self._emulated = emulated
+        self._mask = sum(getattr(emulated, kind.upper()) for kind in kinds or KINDS)
+        self.events: list[Event] = []
+
+    def start(self) -> None:
+        self._emulated.set_observer(self._observe, self._mask)
+
+    def stop(self) -> None:
+        self._emulated.set_observer(None, 0)
+
+    def write(self, path: Path) -> None:
+        """Write the events for :func:`read`, a line each."""
+        with path.open("w") as file:
+            for event in self.events:
+                file.write(json.dumps(event) + "\n")
+
+    def _observe(
+        self,
+        kind: Kind,
+        name: str,
+        stream: int,
+        reads: tuple[tuple[int, int], ...],
+        writes: tuple[tuple[int, int], ...],
+        value: int,
+    ) -> None:
+        place, caller = _places(sys._getframe())
+        self.events.append(Event(kind, name, stream, _to_ranges(reads), _to_ranges(writes), value, place, caller))
+
+
+def _to_ranges(pairs: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    return tuple(Range(*pair) for pair in pairs if pair[1])
+
+
+def _places(frame: FrameType | None) -> tuple[str, str]:
+    caller = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(THIS_FOLDER):
+            caller = caller or f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            if file.startswith(PACKAGE):
+                module = Path(file).relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+                return f"{module}.{frame.f_code.co_name}", caller
+        frame = frame.f_back
+    return AUTOGRAD, caller
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events that :meth:`Trace.write` wrote."""
+    with path.open() as file:
+        for line in file:
+            kind, name, stream, reads, writes, value, place, caller = json.loads(line)
+            yield Event(kind, name, stream, _to_ranges(reads), _to_ranges(writes), value, place, caller)
+
+
+def use_host_random_numbers() -> None:
+    """Setup of a rank: draw the CPU's random numbers on the device, so that a run equals one on the CPU."""
+    from tests.cuda_emulation.device import emulated
+
+    emulated.set_host_random(True)
+
+
+def trace_steps(first: int, last: int, *kinds: Kind) -> None:
+    """Setup of a rank: trace steps ``first`` to ``last`` and write the events into the rank's folder.
+
+    A step begins where its metrics are logged in the one before.
+    """
+    from clustertrain.train.session.session import Session
+
+    use_host_random_numbers()
+    trace = Trace(*kinds)
+    log = Session.log
+
+    def traced_log(self: Session, **scalars: object) -> None:
+        log(self, **scalars)  # type: ignore[arg-type]
+        if self.step == first - 1:
+            trace.start()
+        elif self.step == last:
+            trace.stop()
+            trace.write(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], f"trace-{self.rank}.jsonl"))
+
+    Session.log = traced_log  # type: ignore[method-assign]
