@@ -297,13 +297,14 @@ def main() -> int:
     result = build_report(cases, predict_twice_s)
     speed = check_speed(predict_twice_s / 2, len(cases))
     result["speed"] = [list(entry) for entry in speed]
-    result["sets"] = planner_sets.summarize(cases, load_cases(FURTHER_TABLE))
+    further = load_cases(FURTHER_TABLE)
+    result["sets"] = planner_sets.summarize(cases, further)
     checked = check_goals(result) + planner_sets.check_goals(result["sets"]) + speed
     for name, value, goal, met in checked:
         print(f"{name:56} {value:7.3f}  {goal:14} {'met' if met else 'MISSED'}")
     print("\n".join(["", *planner_sets.format_table(result["sets"])]))
     context = measure.context(("clustertrain",))
     path = measure.write("planner", {**context, "result": result})
-    written = [path, *planner_docs.write(cases, result, checked)]
+    written = [path, *planner_docs.write([*cases, *further], result, checked)]
     print("written to " + ", ".join(str(p.relative_to(measure.ROOT)) for p in written))
     return 0 if all(met for *_, met in checked) else 1
