@@ -100,8 +100,8 @@ _TORCHTITAN = Framework(name="torchtitan", aliases=("titan",), repeats_kv=True, 
 # Eager PyTorch, as torchtitan. AdamW without fused kernels creates two lists of temporaries.
 _TRANSFORMERS = Framework(
     name="transformers", aliases=("huggingface", "hf", "accelerate", "trl", "axolotl", "llama-factory", "unsloth"),
-    pattern=r"(?i)\bhf\b|transformers|axolotl|llama-factory", update_bytes=8, offloads_often=True, traffic=2.95,
-    flash=0.48, host_s=4.0e-3,
+    pattern=r"(?i)\bhf\b|transformers|axolotl|llama-factory|accelerate\b", update_bytes=8, offloads_often=True,
+    traffic=2.95, flash=0.48, host_s=4.0e-3,
 )  # fmt: skip
 
 # The first whose pattern matches wins; the general ones stand last. Bytes: the frameworks' documentation; traffic,
@@ -160,19 +160,19 @@ FRAMEWORKS: tuple[Framework, ...] = (
     # Its tables count attention in full.
     replace(
         _BRIDGE, name="nemo", aliases=("nemo-framework", "nemo-megatron", "bignlp"),
-        pattern=r"NeMo|nemo-framework|BigNLP", traffic=0.98, flash=0.59, tp_hidden=0.61,
+        pattern=r"NeMo|nemo-framework|BigNLP|(?i:dgxc)|DGX Cloud", traffic=0.98, flash=0.59, tp_hidden=0.61,
     ),
     # NeMo's kernels; overlap of communication is off by default (megatron/training/arguments.py).
     replace(
-        _MEGATRON, aliases=("mcore", "megatron", "megatron-lm"), pattern=r"(?i)megatron|SimuMax", traffic=0.98,
-        flash=0.59, overlaps=False,
+        _MEGATRON, aliases=("mcore", "megatron", "megatron-lm"), pattern=r"(?i)megatron|simumax|megascale|mcore",
+        traffic=0.98, flash=0.59, overlaps=False,
     ),
     _TRANSFORMERS,
     replace(_DEEPSPEED, pattern=r"(?i)deepspeed|\bzero-[123]"),
     # torchtitan's kernels and sharding.
     replace(
         _TORCHTITAN, name="fsdp", aliases=("fms-fsdp", "pytorch", "torch", "fsdp2", "olmo", "lingua"),
-        pattern=r"FSDP|(?i:fully_shard|pytorch)|TinyLlama", repeats_kv=False,
+        pattern=r"FSDP|(?i:fully_shard|pytorch|olmo)|TinyLlama", repeats_kv=False,
         reduce_bytes=2, has_recipe=False,
     ),
     CLUSTERTRAIN,
@@ -185,13 +185,13 @@ def find_framework(text: str) -> Framework | None:
 
 
 def get_framework(name: str) -> Framework:
-    """Return the framework with this name or alias.
+    """Return the framework with this name or alias, or the one that the text names (``NeMo 25.04``).
 
     Raises:
         ConfigError: there is none; the message suggests similar names.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    framework = next((f for f in FRAMEWORKS if key in (f.name, *f.aliases)), None)
+    framework = next((f for f in FRAMEWORKS if key in (f.name, *f.aliases)), None) or find_framework(name)
     if framework is None:
         names = [n for f in FRAMEWORKS for n in (f.name, *f.aliases)]
         raise ConfigError(f"framework = {name!r} is not known; {did_you_mean(key, names)}")

@@ -9,7 +9,10 @@ from dataclasses import replace
 from clustertrain.config.hardware import GpuType
 from clustertrain.plan.cost import frameworks
 from clustertrain.plan.cost.frameworks import Framework
+from clustertrain.plan.table.cells import cell, parse_number
 
+MAX_OLD_SEQ_LEN = 2048
+_RECENT_MODELS = re.compile(r"llama|qwen|mistral|mixtral|internlm|gemma|deepseek|nemotron|olmo", re.IGNORECASE)
 _BLOCK_SCALED = re.compile(r"mx|fp4", re.IGNORECASE)
 
 
@@ -17,7 +20,7 @@ def find_row_framework(row: Mapping[str, str], gpu: GpuType) -> tuple[Framework,
     """Return the row's framework, and a note if it was inferred from the layout.
 
     Raises:
-        ConfigError: the column ``framework`` has an unknown name.
+        ConfigError: the column ``framework`` has an unknown name, or a cell is not a number.
     """
     name, text = cell(row, "framework"), f"{cell(row, 'source')} {cell(row, 'note')}"
     if name:
@@ -28,11 +31,6 @@ def find_row_framework(row: Mapping[str, str], gpu: GpuType) -> tuple[Framework,
     name, reason = _infer_name(row)
     inferred = _adapt(row, _by_age(frameworks.get_framework(name), row, gpu))
     return inferred, f"framework is not stated: {inferred.name}, usual {reason}"
-
-
-def cell(row: Mapping[str, str], name: str) -> str:
-    """Return a cell's text; empty if the row lacks it."""
-    return (row.get(name) or "").strip()
 
 
 def _infer_name(row: Mapping[str, str]) -> tuple[str, str]:
@@ -53,9 +51,19 @@ def _infer_name(row: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _by_age(framework: Framework, row: Mapping[str, str], gpu: GpuType) -> Framework:
-    """Return Megatron as it was when a row without fp8 GPUs and bf16 was published, before FlashAttention."""
-    is_old = not gpu.fp8_tflops and not cell(row, "precision").lower().startswith(("bf", "amp_bf"))
-    return frameworks.get_framework("megatron-lm-2021") if framework.name == "megatron-core" and is_old else framework
+    """Return Megatron as it was before FlashAttention for a row that could be so old.
+
+    That is a row without fp8 GPU, bf16, long sequence and a model family of 2023 or later.
+    """
+    is_recent = (
+        gpu.fp8_tflops
+        or cell(row, "precision").lower().startswith(("bf", "amp_bf"))
+        or _RECENT_MODELS.search(cell(row, "model"))
+        or parse_number(row, "seq") > MAX_OLD_SEQ_LEN
+    )
+    if framework.name != "megatron-core" or is_recent:
+        return framework
+    return frameworks.get_framework("megatron-lm-2021")
 
 
 def _adapt(row: Mapping[str, str], framework: Framework) -> Framework:

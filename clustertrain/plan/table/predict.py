@@ -16,6 +16,7 @@ from clustertrain.plan.cost.model_shape import attention_flops, matmul_parameter
 from clustertrain.plan.cost.step_time import StepEstimate
 from clustertrain.plan.search import layouts
 from clustertrain.plan.table import assumptions, rows
+from clustertrain.plan.table.cells import parse_number
 from clustertrain.plan.table.rows import TableRow
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -98,11 +99,11 @@ def compare_throughput(row: Mapping[str, str], prediction: RowPrediction) -> tup
     Raises:
         ConfigError: a cell is not a number.
     """
-    if tokens := rows.parse_number(row, "tokens_per_s_per_gpu"):
+    if tokens := parse_number(row, "tokens_per_s_per_gpu"):
         return tokens, prediction.tokens_per_s_per_gpu
-    if tflops := rows.parse_number(row, "tflops_per_gpu"):
+    if tflops := parse_number(row, "tflops_per_gpu"):
         return tflops, prediction.tflops_per_gpu
-    if mfu := rows.parse_number(row, "mfu_pct"):
+    if mfu := parse_number(row, "mfu_pct"):
         return mfu / 100 * rows.find_row_gpu(row).tflops, prediction.tflops_per_gpu
     return None, None
 

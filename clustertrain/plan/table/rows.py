@@ -21,10 +21,11 @@ from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.layout import Layout, Strategy
-from clustertrain.plan.table.framework import cell, find_row_framework
+from clustertrain.plan.table.cells import cell, parse_number
+from clustertrain.plan.table.framework import find_row_framework
 
 DEFAULT_SEQ_LEN, DEFAULT_VOCAB_SIZE = 2048, 50_304
-MAX_VALUE, MAX_LAYERS = 1e9, 10_000  # larger values are mistakes
+MAX_LAYERS = 10_000  # larger values are mistakes
 GPUS_PER_NODE = 8  # in DGX and HGX systems; 4 in a tray of an NVL72
 _STRATEGIES: Mapping[str, Strategy] = {
     "fsdp_full": "fsdp", "zero3": "fsdp", "fsdp_grad_op": "fsdp-grad-op", "hsdp": "hybrid-shard", "zero1": "zero1",
@@ -42,6 +43,7 @@ _STATED_IN_TEXT = {
     "gradients": r"fp32 grad", "sequence parallelism": r"[Ss]equence parallel|\bSP\b", "offload": r"offload|Offload",
     "weights and moments": r"\btrue\b|\bpure\b",
 }  # fmt: skip
+_MIXTURES = re.compile(r"\d+x\d+b|[-_]a\d+b|moe\b|deepseek-?_?v[234]|gpt.?oss", re.IGNORECASE)
 RING_ATTENTION = ParallelSpec(context_parallel_method="ring")  # context parallelism in the frameworks of the table
 # Model families with SwiGLU, if the number of parameters does not decide.
 _GATED_FAMILIES = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
@@ -92,22 +94,14 @@ class TableRow:
         )
 
 
-def parse_number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
-    """Return the number in a cell, or ``default`` if it is empty. Raise ConfigError if it is not a valid number."""
-    text = (row.get(name) or "").strip()
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(f"{name} = {text!r} is not a number") from None
-    if not 0 <= value <= MAX_VALUE:  # also rejects NaN
-        raise ConfigError(f"{name} = {text!r} is not a number from 0 to {MAX_VALUE:g}")
-    return value
-
-
 def parse_row(row: Mapping[str, str]) -> TableRow:
-    """Parse a row. Raise ConfigError for an unknown GPU type, an invalid number or contradictory degrees."""
+    """Parse a row.
+
+    Raises:
+        ConfigError: an unknown GPU type or framework, an invalid number, contradictory degrees, a mixture of experts.
+    """
+    if parse_number(row, "ep") > 1 or _MIXTURES.search(cell(row, "model")):
+        raise ConfigError(f"{cell(row, 'model') or 'the model'} is a mixture of experts, which is not predicted")
     gpu = find_row_gpu(row)
     framework, framework_note = find_row_framework(row, gpu)
     if cell(row, "fsdp_or_zero") == "hier_zero1":

@@ -14,7 +14,7 @@ from clustertrain.plan.table.rows import TableRow
 from tests.unit.plan.table.test_rows import LLAMA_8B, row
 
 BARE = {name: cell for name, cell in LLAMA_8B.items() if name not in ("act_ckpt", "micro_bs", "global_bs_seqs")}
-OLD = {"gpu": "A100", "precision": "fp16", "tp": "4"}
+OLD = {"model": "GPT", "seq": "2048", "gpu": "A100", "precision": "fp16", "tp": "4"}
 
 
 def step(setting: str, column: str) -> assumptions.Step:

@@ -15,7 +15,8 @@ from tests.unit.plan.table.test_rows import LLAMA_8B, row
     ("cell", "name"),
     [("torchtitan", "torchtitan"), ("NeMo", "nemo"), ("Megatron_LM", "megatron-core"), ("mcore", "megatron-core"),
      ("llm-foundry", "composer"), ("GPT NeoX", "gpt-neox"), ("axolotl", "transformers"), ("colossal-ai", "colossalai"),
-     ("levanter", "maxtext"), ("fms-fsdp", "fsdp"), ("ours", "clustertrain"), (" DeepSpeed ", "deepspeed")],
+     ("levanter", "maxtext"), ("fms-fsdp", "fsdp"), ("ours", "clustertrain"), (" DeepSpeed ", "deepspeed"),
+     ("NVIDIA NeMo 25.04", "nemo"), ("Megatron-LM core v0.8", "megatron-core"), ("HF Trainer", "transformers")],
 )  # fmt: skip
 def test_column_names_framework(cell: str, name: str) -> None:
     parsed = row(framework=cell, source="bigscience")  # the column decides
@@ -53,7 +54,7 @@ def test_text_names_framework(source: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("cells", "name", "reason"),
     [({"tp": "8"}, "megatron-core", "for tp 8"), ({"pp": "4"}, "megatron-core", "for pp 4"),
-     ({"tp": "8", "gpu": "A100", "precision": "fp16"}, "megatron-lm-2021", "for tp 8"),
+     ({"tp": "8", "gpu": "A100", "precision": "fp16", "model": "GPT", "seq": "2048"}, "megatron-lm-2021", "for tp 8"),
      ({"tp": "8", "gpu": "A100", "precision": "bf16"}, "megatron-core", "for tp 8"),
      ({"fsdp_or_zero": "fsdp_full", "tp": "8"}, "fsdp", "for fsdp_full"),
      ({"fsdp_or_zero": "hsdp"}, "fsdp", "for hsdp"),
@@ -69,11 +70,14 @@ def test_layout_implies_framework(cells: dict[str, str], name: str, reason: str)
     )
 
 
-def test_old_megatron_only_on_old_gpus() -> None:
-    """Before FlashAttention, Megatron wrote the scores to memory."""
-    old = {**LLAMA_8B, "framework": "megatron-lm", "gpu": "V100", "precision": "fp16"}
-    assert parse_row(old).framework.plain_attention
-    assert not parse_row({**old, "gpu": "H100"}).framework.plain_attention
+@pytest.mark.parametrize(
+    ("cells", "is_old"),
+    [({}, True), ({"gpu": "A100"}, True), ({"gpu": "H100"}, False), ({"precision": "bf16"}, False),
+     ({"model": "Llama-2-7B"}, False), ({"seq": "4096"}, False), ({"framework": "torchtitan"}, False)],
+)  # fmt: skip
+def test_old_megatron_wrote_scores_to_memory(cells: dict[str, str], is_old: bool) -> None:
+    old = {**LLAMA_8B, "model": "GPT", "seq": "2048", "framework": "megatron-lm", "gpu": "V100", "precision": "fp16"}
+    assert parse_row({**old, **cells}).framework.plain_attention == is_old
 
 
 def test_row_options_change_framework() -> None:

@@ -174,6 +174,9 @@ def test_invalid_number_names_column(column: str, cell: str) -> None:
         ({"heads": "31"}, "heads = 31 does not divide hidden = 4096"),
         ({"hsdp_replicate": "7", "fsdp_or_zero": "hsdp"}, "hsdp_replicate = 7 does not divide 64"),
         ({"layers": "100000"}, "100000 layers"),
+        ({"ep": "8"}, "Llama-3.1-8B is a mixture of experts, which is not predicted"),
+        ({"model": "Mixtral-8x7B"}, "Mixtral-8x7B is a mixture of experts"),
+        ({"model": "Qwen3_30B_a3B"}, "mixture of experts"),
     ],
 )
 def test_contradictory_cells_are_refused(cells: dict[str, str], message: str) -> None:
