@@ -46,6 +46,7 @@ class Framework:
     regathers: bool = False  # sp keeps the split tensor and gathers it again (arXiv 2205.05198, 4.2.2)
     sequence_parallel: bool = True
     distributed_optimizer: bool = False  # even if its tables state DDP
+    ddp_may_shard: bool = False  # its DDP works with and without distributed optimizer
     even_stages: bool = False  # all pipeline stages have equally many blocks, regardless of embedding and head
     zero1_whole_params: bool = False  # ZeRO-1 assigns whole parameters, so a rank holds at least the largest
     fully_shards_replicas: bool = False  # uses fully_shard also for replicas of split models
@@ -74,16 +75,17 @@ CLUSTERTRAIN = Framework(
 # optimizer).
 _MEGATRON = Framework(
     name="megatron-core", weight_bytes=2, optimizer_bytes=12, even_stages=True, sharding="zero1",
-    distributed_optimizer=True, regathers=True, fused_mlp=True, logit_bytes=8,
+    regathers=True, fused_mlp=True, logit_bytes=8,
 )  # fmt: skip
 _OLD_MEGATRON = replace(
     _MEGATRON, plain_attention=True, sequence_parallel=False, host_s=1.0e-3, overlaps=False, dropout=0.1,
-    sharding="ddp", distributed_optimizer=False, fused_mlp=False, logit_bytes=14,
+    sharding="ddp", fused_mlp=False, logit_bytes=14,
 )  # fmt: skip
 # Transformer Engine's kernels.
 _BRIDGE = replace(
-    _MEGATRON, grad_bytes=2, reduce_bytes=2, keeps_fp8=True, traffic=0.6, flash=0.87, host_s=0.0, tp_hidden=0.72
-)
+    _MEGATRON, distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, keeps_fp8=True, traffic=0.6, flash=0.87,
+    host_s=0.0, tp_hidden=0.72,
+)  # fmt: skip
 # 16-bit weights and gradients; fp32 master weights, moments and gradients of a rank's share (arXiv 1910.02054;
 # runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
 _DEEPSPEED = Framework(
@@ -122,16 +124,16 @@ FRAMEWORKS: tuple[Framework, ...] = (
     replace(_MEGATRON_DEEPSPEED, pattern=r"(?i)bigscience|megatron-deepspeed"),
     replace(_OLD_MEGATRON, name="vtrain", pattern=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
     replace(
-        _MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA", distributed_optimizer=False,
+        _MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA",
         sequence_parallel=False, fused_mlp=False, logit_bytes=14,
     ),
     # Its step creates fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
     replace(
         _MEGATRON, name="internevo", aliases=("internlm",), pattern=r"InternEvo", grad_bytes=2, reduce_bytes=2,
-        update_bytes=12, distributed_optimizer=False, regathers=False, fused_mlp=False, logit_bytes=14,
+        update_bytes=12, regathers=False, fused_mlp=False, logit_bytes=14,
     ),
     replace(
-        _MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6, distributed_optimizer=False,
+        _MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6,
         regathers=False, fused_mlp=False, logit_bytes=14, even_stages=False,
     ),
     # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
@@ -165,7 +167,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
     # NeMo's kernels; overlap of communication is off by default (megatron/training/arguments.py).
     replace(
         _MEGATRON, aliases=("mcore", "megatron", "megatron-lm"), pattern=r"(?i)megatron|simumax|megascale|mcore",
-        traffic=0.98, flash=0.59, overlaps=False,
+        traffic=0.98, flash=0.59, overlaps=False, ddp_may_shard=True,
     ),
     _TRANSFORMERS,
     replace(_DEEPSPEED, pattern=r"(?i)deepspeed|\bzero-[123]"),

@@ -76,16 +76,6 @@ def _with_fused_loss(row: TableRow) -> TableRow | None:
     return replace(row, framework=replace(row.framework, logit_bytes=FUSED_LOGIT_BYTES, fused_mlp=True))
 
 
-def _with_sharded_parameters(row: TableRow) -> TableRow | None:
-    layout = row.layout
-    if layout.strategy != "zero1" or layout.pp > 1:
-        return None
-    sharded = msgspec.structs.replace(
-        layout, strategy="fsdp", zero1=False, dp_replicate=1, dp_shard=layout.data_parallel
-    )
-    return replace(row, layout=sharded)
-
-
 def _with_half_states(row: TableRow) -> TableRow | None:
     """The types of a framework that the row names are known."""
     if row.framework.weight_bytes != 4 or "framework" in row.stated:
@@ -111,7 +101,6 @@ STEPS: tuple[Step, ...] = (
     Step("act_ckpt", "selective_op", _with_checkpointing("selective_op")),
     Step("act_ckpt", "full", _with_checkpointing("full")),
     Step("loss", "fused", _with_fused_loss),
-    Step("fsdp_or_zero", "zero3", _with_sharded_parameters),
     Step("weights and moments", "16 bit", _with_half_states),
     Step("offload", "weights, gradients and optimizer", _with_offload),
 )

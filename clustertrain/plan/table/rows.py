@@ -126,18 +126,20 @@ def parse_row(row: Mapping[str, str]) -> TableRow:
         fabric_gb_s=parse_fabric_gb_s(f"{cell(row, 'source')} {cell(row, 'note')}", gpu),
         gpus=int(parse_number(row, "n_gpus")) or _parse_gpus(row.get("note") or "") or int(parse_number(row, "dp")),
         has_layout=any(cell(row, name) for name in ("tp", "pp", "dp", "fsdp_or_zero")) or layout.cp > 1,
-        stated=_find_stated(row, is_recipe_known=framework.has_recipe and not framework_note),
+        stated=_find_stated(row, framework, is_recipe_known=framework.has_recipe and not framework_note),
         framework_note=framework_note,
     )
 
 
-def _find_stated(row: Mapping[str, str], *, is_recipe_known: bool) -> frozenset[str]:
+def _find_stated(row: Mapping[str, str], framework: Framework, *, is_recipe_known: bool) -> frozenset[str]:
     """Return the names of the stated settings: columns, and those without a column by the precision or note.
 
     Args:
         is_recipe_known: the row names a framework whose types and loss are known.
     """
     columns = {name for name in row if cell(row, name)} - {"framework"}
+    if framework.ddp_may_shard and cell(row, "fsdp_or_zero") in ("ddp", "none"):
+        columns -= {"fsdp_or_zero"}
     text = f"{cell(row, 'precision')} {cell(row, 'note')}"
     settings = {name for name, pattern in _STATED_IN_TEXT.items() if re.search(pattern, text)}
     return frozenset(columns | settings | ({"framework"} if is_recipe_known else set()))
