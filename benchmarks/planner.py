@@ -1,7 +1,9 @@
 """Comparison of the planner's predictions with published configurations: throughput, memory, fit and ranking.
 
-The table is split by source, ``int(sha256(source)) % 2``. The constants of ``plan/cost/compute.py`` and
-``plan/cost/frameworks.py`` were fitted on half 0; the goals apply to the held-out half 1.
+Two tables: the survey ``layout-tables.csv``, split by source, ``int(sha256(source)) % 2``, and
+``published_layouts.csv``, collected later and split the same way by publisher. The constants of
+``plan/cost/compute.py`` and ``plan/cost/frameworks.py`` were fitted on half 0 of them; the goals apply to half 1. No
+prediction reads a column of the outcome (``OUTCOME``).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure, planner_docs
+from benchmarks import measure, planner_docs, planner_sets
 from benchmarks.measure import CannotRun
 from clustertrain.plan.table import predict
 from clustertrain.plan.table.predict import RowPrediction
 
 TABLE = measure.ROOT.parent / "shared" / "layout-tables.csv"
+FURTHER_TABLE = measure.ROOT / "benchmarks" / "published_layouts.csv"
+OUTCOME = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_mem_gib", "fits")
 FITTING, HELD_OUT = 0, 1
 OUTLIER_ERROR = 0.5  # rows with a larger error are listed
 MIN_SWEEP_LAYOUTS = 5
@@ -43,7 +47,8 @@ class Case:
 
     @property
     def half(self) -> int:
-        return int(hashlib.sha256(self.source.encode()).hexdigest(), 16) % 2
+        key = self.row.get("publisher") or self.source
+        return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 2
 
     def ratio(self, prediction: RowPrediction) -> float | None:
         """Return predicted over measured throughput, None if one is unknown."""
@@ -62,13 +67,24 @@ class Case:
         return f"{row['model']}, {row['n_gpus'] or '?'} {row['gpu']}, {degrees or 'no degrees'}, seq {row['seq']}"
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read a table. Raise CannotRun if it does not exist."""
+    if not path.is_file():
+        raise CannotRun(f"{path} does not exist: a table of published configurations")
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def predict_rows(rows: Sequence[Mapping[str, str]], hidden: Sequence[str] = ()) -> list[Case]:
+    """Predict rows, with the columns ``hidden`` and the outcome blanked."""
+    blank = dict.fromkeys((*OUTCOME, *hidden), "")
+    predicted = predict.predict([{**row, **blank} for row in rows])
+    calibrated = predict.predict(rows, calibrate=True)
+    return [Case(*fields) for fields in zip(rows, predicted, calibrated, strict=True)]
+
+
 def load_cases(path: Path = TABLE) -> list[Case]:
     """Read and predict all rows. Raise CannotRun without the table."""
-    if not path.is_file():
-        raise CannotRun(f"{path} does not exist: the table of published configurations")
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    predicted, calibrated = predict.predict(rows), predict.predict(rows, calibrate=True)
-    return [Case(*fields) for fields in zip(rows, predicted, calibrated, strict=True)]
+    return predict_rows(read_rows(path))
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,8 @@ class Errors:
     def summarize(self) -> dict[str, Any]:
         errors = self.absolute
         medians = [statistics.median(abs(r - 1) for r in ratios) for ratios in self.ratios.values()]
+        if not errors:
+            return {"rows": 0, "sources": 0, "median": None, "p90": None, "median_of_sources": None}
         return {
             "rows": len(errors),
             "sources": len(medians),
@@ -279,11 +297,14 @@ def main() -> int:
     result = build_report(cases, predict_twice_s)
     speed = check_speed(predict_twice_s / 2, len(cases))
     result["speed"] = [list(entry) for entry in speed]
-    checked = check_goals(result) + speed
+    further = load_cases(FURTHER_TABLE)
+    result["sets"] = planner_sets.summarize(cases, further)
+    checked = check_goals(result) + planner_sets.check_goals(result["sets"]) + speed
     for name, value, goal, met in checked:
         print(f"{name:56} {value:7.3f}  {goal:14} {'met' if met else 'MISSED'}")
+    print("\n".join(["", *planner_sets.format_table(result["sets"])]))
     context = measure.context(("clustertrain",))
     path = measure.write("planner", {**context, "result": result})
-    written = [path, *planner_docs.write(cases, result, checked)]
+    written = [path, *planner_docs.write([*cases, *further], result, checked)]
     print("written to " + ", ".join(str(p.relative_to(measure.ROOT)) for p in written))
     return 0 if all(met for *_, met in checked) else 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import measure
+from benchmarks import measure, planner_sets
 from clustertrain import fsio
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, value, goal, met in checked:
         yield f"| {LABELS.get(name, name)} | {value:.3f} | {goal} | {'met' if met else '**missed**'} |"
+    yield ""
+    yield "### All sets"
+    yield ""
+    yield from planner_sets.format_table(result["sets"])
     for half, title in (("judging", "Held-out half"), ("setting", "Fitting half")):
         yield ""
         yield f"### {title}"

@@ -42,8 +42,12 @@ class Measured:
 
 
 def load_rows() -> list[Measured]:
-    """Load the timed rows of the fitting half. A source weighs as much as the square root of its number of rows."""
-    timed = [c for c in planner.load_cases() if c.half == planner.FITTING and (c.ratio(c.predicted) or 0) > 0]
+    """Load the timed rows of both tables' fitting half.
+
+    A source weighs as much as the square root of its number of rows.
+    """
+    cases = [*planner.load_cases(), *planner.load_cases(planner.FURTHER_TABLE)]
+    timed = [c for c in cases if c.half == planner.FITTING and (c.ratio(c.predicted) or 0) > 0]
     counts = Counter(case.source for case in timed)
     return [
         Measured(

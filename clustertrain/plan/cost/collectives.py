@@ -15,7 +15,7 @@ from clustertrain.config.hardware import GpuType
 LINK_EFFICIENCY, FABRIC_EFFICIENCY = 0.72, 0.9
 PCIE_GB_S = 25.0  # PCIe 4 x16, 31.5 GB/s in one direction, shared among the GPUs of a switch
 LAUNCH_S = 70e-6  # of one collective, including the initial synchronization
-HOP_S = 2.5e-6  # per step of the ring across nodes
+HOP_S = 5e-6  # of each further step of a ring that crosses nodes; inside a node it is negligible
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RingGroup:
 
     @property
     def latency_s(self) -> float:
-        return LAUNCH_S + HOP_S * (self.nodes - 1)
+        return LAUNCH_S + (HOP_S * (self.size - 1) if self.nodes > 1 else 0.0)
 
 
 def build_network(gpu: GpuType, gpus_per_node: int, fabric_gb_s: float = 0.0) -> Network:

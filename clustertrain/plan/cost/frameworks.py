@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.optimizers import OPTIMIZERS
+from clustertrain.config.parsing.documents import did_you_mean
+from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, OptimizerStateSize
 
 
@@ -19,12 +22,16 @@ class Framework:
     """Memory and time properties of a framework."""
 
     name: str
+    aliases: tuple[str, ...] = ()  # further names in a table's column framework
     pattern: str = ""  # matches the source and note of a table's row
+    sharding: Literal["ddp", "zero1", "fsdp"] = "fsdp"  # usual data parallelism, if a row does not state it
     weight_bytes: int = 4  # per parameter of a rank's share, throughout the step
     grad_bytes: float = 4  # per parameter of a rank's share, throughout the step
     optimizer_bytes: float = 8  # per parameter: moments and, with 16-bit weights, the fp32 master copy
     reduce_bytes: int = 4  # per gradient element sent between ranks
     logit_bytes: float = 14  # per logit, with its gradient and copies, at the peak
+    has_recipe: bool = True  # False: a library whose users choose types and loss
+    offloads_often: bool = False  # its users resort to offload
     offloads_weights: bool = True  # offload includes weights, in addition to gradients and optimizer
     update_bytes: int = 0  # temporary, per parameter, in the optimizer step, when activations are freed
     gathers: bool = False  # update_bytes count whole parameters even if they are sharded
@@ -39,6 +46,7 @@ class Framework:
     regathers: bool = False  # sp keeps the split tensor and gathers it again (arXiv 2205.05198, 4.2.2)
     sequence_parallel: bool = True
     distributed_optimizer: bool = False  # even if its tables state DDP
+    ddp_may_shard: bool = False  # its DDP works with and without distributed optimizer
     even_stages: bool = False  # all pipeline stages have equally many blocks, regardless of embedding and head
     zero1_whole_params: bool = False  # ZeRO-1 assigns whole parameters, so a rank holds at least the largest
     fully_shards_replicas: bool = False  # uses fully_shard also for replicas of split models
@@ -57,65 +65,144 @@ class Framework:
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
 CLUSTERTRAIN = Framework(
-    name="clustertrain", zero1_whole_params=True, fully_shards_replicas=True, defer_reduction=True, buffers_gib=1.0,
+    name="clustertrain", aliases=("ours",), zero1_whole_params=True, fully_shards_replicas=True, defer_reduction=True,
+    buffers_gib=1.0,
     traffic=2.95,
     flash=0.48,
 )  # fmt: skip
 
 # bf16 weights, fp32 gradients, fp32 master weights and moments: 18 bytes (Megatron-LM, docs of its distributed
 # optimizer).
-_MEGATRON = Framework(name="megatron-core", weight_bytes=2, optimizer_bytes=12, even_stages=True)
+_MEGATRON = Framework(
+    name="megatron-core", weight_bytes=2, optimizer_bytes=12, even_stages=True, sharding="zero1",
+    regathers=True, fused_mlp=True, logit_bytes=8,
+)  # fmt: skip
 _OLD_MEGATRON = replace(
-    _MEGATRON, plain_attention=True, sequence_parallel=False, regathers=True, host_s=1.0e-3, overlaps=False, dropout=0.1
-)
+    _MEGATRON, plain_attention=True, sequence_parallel=False, host_s=1.0e-3, overlaps=False, dropout=0.1,
+    sharding="ddp", fused_mlp=False, logit_bytes=14,
+)  # fmt: skip
+# Transformer Engine's kernels.
+_BRIDGE = replace(
+    _MEGATRON, distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, keeps_fp8=True, traffic=0.6, flash=0.87,
+    host_s=0.0, tp_hidden=0.72,
+)  # fmt: skip
+# 16-bit weights and gradients; fp32 master weights, moments and gradients of a rank's share (arXiv 1910.02054;
+# runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
+_DEEPSPEED = Framework(
+    name="deepspeed", aliases=("zero",), weight_bytes=2, grad_bytes=2, optimizer_bytes=16, reduce_bytes=2,
+    buffers_gib=2.0, offloads_weights=False, offloads_often=True, host_s=1.5e-3,
+)  # fmt: skip
+# DeepSpeed's ZeRO-1 under Megatron's model.
+_MEGATRON_DEEPSPEED = replace(
+    _OLD_MEGATRON, name="megatron-deepspeed", grad_bytes=2, reduce_bytes=2, optimizer_bytes=16, buffers_gib=3.5,
+    traffic=3.4, sharding="zero1",
+)  # fmt: skip
+_TORCHTITAN = Framework(name="torchtitan", aliases=("titan",), repeats_kv=True, traffic=2.95, flash=0.48)
 
-# The first whose pattern matches wins. Bytes: the frameworks' documentation; traffic, host_s and tp_hidden are fitted
-# with the constants of plan/cost/compute.py.
+# Eager PyTorch, as torchtitan. AdamW without fused kernels creates two lists of temporaries.
+_TRANSFORMERS = Framework(
+    name="transformers", aliases=("huggingface", "hf", "accelerate", "trl", "axolotl", "llama-factory", "unsloth"),
+    pattern=r"(?i)\bhf\b|transformers|axolotl|llama-factory|accelerate\b", update_bytes=8, offloads_often=True,
+    traffic=2.95, flash=0.48, host_s=4.0e-3,
+)  # fmt: skip
+
+# The first whose pattern matches wins; the general ones stand last. Bytes: the frameworks' documentation; traffic,
+# host_s and tp_hidden are fitted with the constants of plan/cost/compute.py. A framework without a timed row in the
+# fitting data has those of the framework whose kernels it uses, or the defaults.
 FRAMEWORKS: tuple[Framework, ...] = (
-    # AdamW without fused kernels creates two lists of temporaries.
-    Framework(name="transformers", pattern=r"QwenLM", update_bytes=8, traffic=1.5, host_s=4.0e-3),
+    # Its own code has fused norms and rotary embedding.
+    replace(_TRANSFORMERS, name="qwen", aliases=(), pattern=r"QwenLM", traffic=1.5, flash=0.49),
     replace(
-        _MEGATRON, name="megatron-bridge", pattern=r"Megatron-Bridge|Megatron-LM (examples|README)",
-        distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, regathers=True, fused_mlp=True, keeps_fp8=True,
-        logit_bytes=8, counts_causal=True, traffic=0.6, flash=0.87, host_s=0.0, tp_hidden=0.72,
+        _BRIDGE, name="megatron-bridge", aliases=("bridge",),
+        pattern=r"Megatron-Bridge|Megatron-LM (examples|README)", counts_causal=True,
     ),
-    # 16-bit weights and gradients; fp32 master weights, moments and gradients of a rank's share (arXiv 1910.02054;
-    # runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
-    Framework(
-        name="deepspeed", pattern=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed", weight_bytes=2, grad_bytes=2,
-        optimizer_bytes=16, reduce_bytes=2, buffers_gib=2.0, offloads_weights=False, host_s=1.5e-3,
-    ),
+    replace(_DEEPSPEED, pattern=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed"),
     replace(
-        _OLD_MEGATRON, name="megatron-lm", pattern=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper", traffic=0.8
+        _OLD_MEGATRON, name="megatron-lm-2021", pattern=r"SC21|2205\.05198|Korthikanti|MT-NLG|OPT paper", traffic=0.8
     ),
-    # DeepSpeed's ZeRO-1 under Megatron's model.
-    replace(
-        _OLD_MEGATRON, name="megatron-deepspeed", pattern=r"bigscience", grad_bytes=2, reduce_bytes=2,
-        optimizer_bytes=16, buffers_gib=3.5, traffic=3.4,
-    ),
+    replace(_OLD_MEGATRON, name="alpa", pattern=r"alpa", traffic=0.8),
+    replace(_MEGATRON_DEEPSPEED, pattern=r"(?i)bigscience|megatron-deepspeed"),
     replace(_OLD_MEGATRON, name="vtrain", pattern=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
-    replace(_MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA", regathers=True, sequence_parallel=False),
-    # Its step creates fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
-    replace(_MEGATRON, name="internevo", pattern=r"InternEvo", grad_bytes=2, reduce_bytes=2, update_bytes=12),
-    replace(_MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6),
-    # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
-    Framework(name="composer", pattern=r"llm-foundry", reduce_bytes=2, logit_bytes=4, traffic=0.92, flash=0.43),
-    Framework(name="torchtitan", pattern=r"torchtitan|float8 and FSDP2", repeats_kv=True, traffic=2.95, flash=0.48),
-    Framework(
-        name="litgpt", pattern=r"litgpt", weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2,
-        plain_norms=True,
+    replace(
+        _MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA",
+        sequence_parallel=False, fused_mlp=False, logit_bytes=14,
     ),
+    # Its step creates fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
+    replace(
+        _MEGATRON, name="internevo", aliases=("internlm",), pattern=r"InternEvo", grad_bytes=2, reduce_bytes=2,
+        update_bytes=12, regathers=False, fused_mlp=False, logit_bytes=14,
+    ),
+    replace(
+        _MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6,
+        regathers=False, fused_mlp=False, logit_bytes=14, even_stages=False,
+    ),
+    # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
+    Framework(
+        name="composer", aliases=("llm-foundry", "mosaicml", "mpt"), pattern=r"llm-foundry", reduce_bytes=2,
+        logit_bytes=4, traffic=0.92, flash=0.43,
+    ),
+    replace(_TORCHTITAN, pattern=r"torchtitan|float8 and FSDP2"),
+    Framework(
+        name="litgpt", aliases=("lit-gpt", "lightning", "thunder"), pattern=r"litgpt", weight_bytes=2, grad_bytes=2,
+        optimizer_bytes=4, reduce_bytes=2, plain_norms=True,
+    ),
+    # Megatron's model and FlashAttention under DeepSpeed's ZeRO-1.
+    replace(
+        _MEGATRON_DEEPSPEED, name="gpt-neox", aliases=("neox",), pattern=r"(?i)neox", plain_attention=False, traffic=1.4
+    ),
+    Framework(
+        name="colossalai", aliases=("colossal-ai", "gemini"), pattern=r"(?i)colossal", weight_bytes=2, grad_bytes=2,
+        optimizer_bytes=12, reduce_bytes=2,
+    ),
+    # XLA fuses pointwise kernels; fp32 weights, sharded over all ranks.
+    Framework(
+        name="maxtext", aliases=("levanter", "jax"), pattern=r"(?i)maxtext|levanter", traffic=1.0, fused_mlp=True,
+        host_s=0.0, logit_bytes=10,
+    ),
+    # Its tables count attention in full.
+    replace(
+        _BRIDGE, name="nemo", aliases=("nemo-framework", "nemo-megatron", "bignlp"),
+        pattern=r"NeMo|nemo-framework|BigNLP|(?i:dgxc)|DGX Cloud", traffic=0.98, flash=0.59, tp_hidden=0.61,
+    ),
+    # NeMo's kernels; overlap of communication is off by default (megatron/training/arguments.py).
+    replace(
+        _MEGATRON, aliases=("mcore", "megatron", "megatron-lm"), pattern=r"(?i)megatron|simumax|megascale|mcore",
+        traffic=0.98, flash=0.59, overlaps=False, ddp_may_shard=True,
+    ),
+    _TRANSFORMERS,
+    replace(_DEEPSPEED, pattern=r"(?i)deepspeed|\bzero-[123]"),
+    # torchtitan's kernels and sharding.
+    replace(
+        _TORCHTITAN, name="fsdp", aliases=("fms-fsdp", "pytorch", "torch", "fsdp2", "olmo", "lingua"),
+        pattern=r"FSDP|(?i:fully_shard|pytorch|olmo)|TinyLlama", repeats_kv=False,
+        reduce_bytes=2, has_recipe=False,
+    ),
+    CLUSTERTRAIN,
 )  # fmt: skip
 
 
-def find_framework(text: str) -> Framework:
-    """Return the framework that ``text`` names, otherwise the built-in trainer."""
-    return next((framework for framework in FRAMEWORKS if re.search(framework.pattern, text)), CLUSTERTRAIN)
+def find_framework(text: str) -> Framework | None:
+    """Return the framework that ``text``, a row's source and note, names; None if it names none."""
+    return next((f for f in FRAMEWORKS if f.pattern and re.search(f.pattern, text)), None)
 
 
 def get_framework(name: str) -> Framework:
-    """Return the framework with this name."""
-    return next(framework for framework in FRAMEWORKS if framework.name == name)
+    """Return the framework with this name or alias, or the one that the text names (``NeMo 25.04``).
+
+    Raises:
+        ConfigError: there is none; the message suggests similar names.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    framework = next((f for f in FRAMEWORKS if key in (f.name, *f.aliases)), None) or find_framework(name)
+    if framework is None:
+        names = [n for f in FRAMEWORKS for n in (f.name, *f.aliases)]
+        raise ConfigError(f"framework = {name!r} is not known; {did_you_mean(key, names)}")
+    return framework
+
+
+def with_half_states(framework: Framework) -> Framework:
+    """Return ``framework`` with weights, gradients and moments in 16 bit, without fp32 copies."""
+    return replace(framework, weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2)
 
 
 def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerStateSize) -> Framework:

@@ -142,7 +142,7 @@ def _state_bytes(
             stage.blocks, block_params, end_params, layout, config, framework
         )
         return params + gathered_params, grads + gathered_grads, optimizer
-    if layout.zero1:
+    if layout.zero1 and not layout.offload:
         largest_param = (
             max(model.vocab_size * model.dim, model.dim * model.hidden) if framework.zero1_whole_params else 0
         )

@@ -276,7 +276,9 @@ def _data_parallel_s(
     calls = max(1.0, model.layers / layout.pp)
     is_deferred = layout.defer_reduction or layout.pp > 1
     if not layout.is_sharded:  # DDP reduces once per step; fully_shard does so for replicas of split models if deferred
-        reduce_count = m if framework.fully_shards_replicas and layout.is_fully_sharded and not is_deferred else 1
+        # ZeRO-2 keeps only its share of each micro-batch's gradients.
+        is_repeated = framework.fully_shards_replicas and layout.is_fully_sharded and not is_deferred
+        reduce_count = m if framework.shards_gradients or is_repeated else 1
         return reduce_count * _replica_reduce_s(rank_params, calls, without_dp, layout, framework, machine), optimizer_s
     reductions = 1 if framework.defer_reduction and is_deferred else m
     gather, scatter = (

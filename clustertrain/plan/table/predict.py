@@ -15,11 +15,10 @@ from clustertrain.plan.cost.memory import GIB, MemoryEstimate
 from clustertrain.plan.cost.model_shape import attention_flops, matmul_parameters
 from clustertrain.plan.cost.step_time import StepEstimate
 from clustertrain.plan.search import layouts
-from clustertrain.plan.table import rows
+from clustertrain.plan.table import assumptions, rows
+from clustertrain.plan.table.cells import parse_number
 from clustertrain.plan.table.rows import TableRow
 
-# In the order of recomputation; an unstated mode is the first that fits.
-CHECKPOINTING_MODES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # Notes that mark FLOPs as hardware FLOPs, including recomputation.
 _HARDWARE_FLOPS = re.compile(r"include recompute|recompute counted|are hardware|hardware FLOPs|\(hardware")
@@ -100,11 +99,11 @@ def compare_throughput(row: Mapping[str, str], prediction: RowPrediction) -> tup
     Raises:
         ConfigError: a cell is not a number.
     """
-    if tokens := rows.parse_number(row, "tokens_per_s_per_gpu"):
+    if tokens := parse_number(row, "tokens_per_s_per_gpu"):
         return tokens, prediction.tokens_per_s_per_gpu
-    if tflops := rows.parse_number(row, "tflops_per_gpu"):
+    if tflops := parse_number(row, "tflops_per_gpu"):
         return tflops, prediction.tflops_per_gpu
-    if mfu := rows.parse_number(row, "mfu_pct"):
+    if mfu := parse_number(row, "mfu_pct"):
         return mfu / 100 * rows.find_row_gpu(row).tflops, prediction.tflops_per_gpu
     return None, None
 
@@ -192,7 +191,7 @@ def flops_per_token(row: TableRow, note: str) -> float:
 
 def _fill_defaults(row: TableRow, constants: CostConstants) -> tuple[TableRow, list[str]]:
     """Return the row with unstated values filled in, and notes on them."""
-    notes: list[str] = []
+    notes = [row.framework_note] if row.framework_note else []
     if not row.has_layout and row.gpus:
         row, note = _with_layout(row)
         notes.append(note)
@@ -201,11 +200,12 @@ def _fill_defaults(row: TableRow, constants: CostConstants) -> tuple[TableRow, l
         notes.append(f"n_gpus is not stated: {row.layout.world_size}, the fewest on 1, 2, 4 ... nodes on which it fits")
     elif not row.gpus:
         notes.append(f"n_gpus is not stated: {row.layout.world_size}, one replica")
-    if not row.activation_checkpointing:
-        trial = replace(row, micro_batch=max(1, row.micro_batch))
-        mode = next((m for m in CHECKPOINTING_MODES if _fits(replace(trial, activation_checkpointing=m))), "full")
-        row = replace(row, activation_checkpointing=mode)
-        notes.append(f"act_ckpt is not stated: {mode}, the least that fits")
+    trial = replace(
+        row, micro_batch=max(1, row.micro_batch), activation_checkpointing=row.activation_checkpointing or "none"
+    )
+    assumed, changes = assumptions.assume_until_it_fits(trial, _fits)
+    notes += [*changes, *assumptions.note_usual_settings(assumed, changes)]
+    row = replace(assumed, micro_batch=row.micro_batch)
     if not row.micro_batch:
         row, note = _with_micro_batch(row, constants)
         notes.append(note)

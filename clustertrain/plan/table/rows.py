@@ -21,9 +21,11 @@ from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.layout import Layout, Strategy
+from clustertrain.plan.table.cells import cell, parse_number
+from clustertrain.plan.table.framework import find_row_framework
 
 DEFAULT_SEQ_LEN, DEFAULT_VOCAB_SIZE = 2048, 50_304
-MAX_VALUE, MAX_LAYERS = 1e9, 10_000  # larger values are mistakes
+MAX_LAYERS = 10_000  # larger values are mistakes
 GPUS_PER_NODE = 8  # in DGX and HGX systems; 4 in a tray of an NVL72
 _STRATEGIES: Mapping[str, Strategy] = {
     "fsdp_full": "fsdp", "zero3": "fsdp", "fsdp_grad_op": "fsdp-grad-op", "hsdp": "hybrid-shard", "zero1": "zero1",
@@ -37,6 +39,11 @@ _PRECISIONS = (
     (r"tf32", "tf32"),
     (r"fp32", "fp32"),
 )
+_STATED_IN_TEXT = {
+    "gradients": r"fp32 grad", "sequence parallelism": r"[Ss]equence parallel|\bSP\b", "offload": r"offload|Offload",
+    "weights and moments": r"\btrue\b|\bpure\b",
+}  # fmt: skip
+_MIXTURES = re.compile(r"\d+x\d+b|[-_]a\d+b|moe\b|deepseek-?_?v[234]|gpt.?oss", re.IGNORECASE)
 RING_ATTENTION = ParallelSpec(context_parallel_method="ring")  # context parallelism in the frameworks of the table
 # Model families with SwiGLU, if the number of parameters does not decide.
 _GATED_FAMILIES = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
@@ -61,6 +68,8 @@ class TableRow:
     fabric_gb_s: float
     gpus: int
     has_layout: bool  # the layout is stated
+    stated: frozenset[str]  # columns with a value, and what the text states otherwise (_find_stated)
+    framework_note: str  # why this framework, if the row names none
 
     @property
     def grad_accum(self) -> int:
@@ -85,25 +94,19 @@ class TableRow:
         )
 
 
-def parse_number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
-    """Return the number in a cell, or ``default`` if it is empty. Raise ConfigError if it is not a valid number."""
-    text = (row.get(name) or "").strip()
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(f"{name} = {text!r} is not a number") from None
-    if not 0 <= value <= MAX_VALUE:  # also rejects NaN
-        raise ConfigError(f"{name} = {text!r} is not a number from 0 to {MAX_VALUE:g}")
-    return value
-
-
 def parse_row(row: Mapping[str, str]) -> TableRow:
-    """Parse a row. Raise ConfigError for an unknown GPU type, an invalid number or contradictory degrees."""
-    text = f"{row.get('source', '')} {row.get('note', '')}"
-    framework = _adjust_framework(row, frameworks.find_framework(text))
+    """Parse a row.
+
+    Raises:
+        ConfigError: an unknown GPU type or framework, an invalid number, contradictory degrees, a mixture of experts.
+    """
+    if parse_number(row, "ep") > 1 or _MIXTURES.search(cell(row, "model")):
+        raise ConfigError(f"{cell(row, 'model') or 'the model'} is a mixture of experts, which is not predicted")
     gpu = find_row_gpu(row)
+    framework, framework_note = find_row_framework(row, gpu)
+    if cell(row, "fsdp_or_zero") == "hier_zero1":
+        groups = max(1, int(parse_number(row, "hsdp_replicate", 1)))
+        framework = replace(framework, zero_group=int(parse_number(row, "dp")) // groups)
     is_compiled = (row.get("compile") or "no").strip().lower() not in ("no", "")
     layout = parse_layout(row, framework)
     shape = parse_shape(row)
@@ -120,30 +123,26 @@ def parse_row(row: Mapping[str, str]) -> TableRow:
         gpu=gpu,
         capacity_gib=parse_number(row, "gpu_mem_gib") or gpu.capacity_gib,
         gpus_per_node=_parse_gpus_per_node(row, gpu),
-        fabric_gb_s=parse_fabric_gb_s(text, gpu),
+        fabric_gb_s=parse_fabric_gb_s(f"{cell(row, 'source')} {cell(row, 'note')}", gpu),
         gpus=int(parse_number(row, "n_gpus")) or _parse_gpus(row.get("note") or "") or int(parse_number(row, "dp")),
-        has_layout=any((row.get(name) or "").strip() for name in ("tp", "pp", "dp", "fsdp_or_zero")) or layout.cp > 1,
+        has_layout=any(cell(row, name) for name in ("tp", "pp", "dp", "fsdp_or_zero")) or layout.cp > 1,
+        stated=_find_stated(row, framework, is_recipe_known=framework.has_recipe and not framework_note),
+        framework_note=framework_note,
     )
 
 
-def _adjust_framework(row: Mapping[str, str], framework: Framework) -> Framework:
-    """Return ``framework`` with the row's options: sequence parallelism, kind of ZeRO, fp32 gradients."""
-    sharding, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
-    if sharding.startswith("zero") and framework.name == "transformers":
-        framework = frameworks.get_framework("deepspeed")
-    if re.search(r"no sequence parallel|no SP\b", note):
-        framework = replace(framework, sequence_parallel=False)
-    elif re.search(r"sequence parallel on|SP on|SP \+", note):
-        framework = replace(framework, sequence_parallel=True)
-    if "fp32 grad" in (row.get("precision") or ""):
-        framework = replace(framework, grad_bytes=framework.weight_bytes + 4, reduce_bytes=4)
-    if sharding == "hier_zero1":
-        framework = replace(
-            framework, zero_group=int(parse_number(row, "dp")) // max(1, int(parse_number(row, "hsdp_replicate", 1)))
-        )
-    if "Liger" in note:
-        framework = frameworks.with_liger(framework)
-    return replace(framework, shards_gradients=sharding in ("zero2", "zero2_like"))
+def _find_stated(row: Mapping[str, str], framework: Framework, *, is_recipe_known: bool) -> frozenset[str]:
+    """Return the names of the stated settings: columns, and those without a column by the precision or note.
+
+    Args:
+        is_recipe_known: the row names a framework whose types and loss are known.
+    """
+    columns = {name for name in row if cell(row, name)} - {"framework"}
+    if framework.ddp_may_shard and cell(row, "fsdp_or_zero") in ("ddp", "none"):
+        columns -= {"fsdp_or_zero"}
+    text = f"{cell(row, 'precision')} {cell(row, 'note')}"
+    settings = {name for name, pattern in _STATED_IN_TEXT.items() if re.search(pattern, text)}
+    return frozenset(columns | settings | ({"framework"} if is_recipe_known else set()))
 
 
 def find_row_gpu(row: Mapping[str, str]) -> GpuType:
@@ -199,9 +198,7 @@ def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
     sharding = (row.get("fsdp_or_zero") or "").strip()
     if sharding and sharding not in _STRATEGIES:
         raise ConfigError(f"fsdp_or_zero = {sharding!r} is not known; known: {', '.join(_STRATEGIES)}")
-    strategy = _STRATEGIES.get(
-        sharding, "zero1" if framework.distributed_optimizer else "fsdp" if tp * pp == 1 else "ddp"
-    )
+    strategy = _STRATEGIES.get(sharding, framework.sharding)
     if strategy == "ddp" and framework.distributed_optimizer:
         strategy = "zero1"
     groups = max(1, int(parse_number(row, "hsdp_replicate", 1)))
@@ -213,7 +210,8 @@ def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
     virtual_stages = max(1, int(parse_number(row, "vpp", 1)))
     # If a row states sharding but not the number of ranks, a later step finds the number that fits.
     is_size_known = gpus or int(parse_number(row, "dp")) or not sharding
-    if dp == 1 and not (sharded and (cp > 1 or not is_size_known)):
+    # Ranks that share a sequence also share the states that fully_shard and ZeRO-1 divide.
+    if dp == 1 and not ((sharded or strategy == "zero1") and cp > 1) and not (sharded and not is_size_known):
         strategy = "single"
     return Layout(
         strategy=strategy,
@@ -227,7 +225,8 @@ def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
         schedule=("interleaved" if virtual_stages > 1 else "1f1b") if pp > 1 else None,
         virtual_stages=virtual_stages if pp > 1 else 1,
         reshard_after_forward=strategy != "fsdp-grad-op",
-        offload=sharded and bool(re.search(r"CPU[^;,]* offload(?! False)", row.get("note") or "")),
+        offload=strategy not in ("single", "ddp")
+        and bool(re.search(r"CPU[^;,]* offload(?! False)", row.get("note") or "")),
     )
 
 

@@ -67,10 +67,13 @@ def test_traffic_grows_with_ranks_up_to_the_buffer_size() -> None:
     assert eight < LARGE / network.link_bytes_s + 1e-4
 
 
-def test_latency_of_small_messages_grows_with_nodes() -> None:
+def test_latency_of_small_messages_grows_with_ranks() -> None:
     network = network_of("h100")
     few, many = network.group(16, 1), network.group(1024, 1)
     assert network.group(8, 1).latency_s < few.latency_s < many.latency_s
+    # A ring of n ranks has n - 1 steps, each as slow as its slowest hop.
+    step_s = few.latency_s - network.group(8, 1).latency_s
+    assert many.latency_s - network.group(8, 1).latency_s == pytest.approx(step_s * 1023 / 15)
     assert few.all_gather_s(LARGE, calls=1000) - few.all_gather_s(LARGE, calls=1) == pytest.approx(999 * few.latency_s)
 
 

@@ -42,7 +42,7 @@ def test_zero_table_of_7_5b_on_64_gpus() -> None:
 GPT_175B = DecoderSizes(
     vocab_size=51_200, dim=12_288, layers=96, heads=96, kv_heads=96, hidden=4 * 12_288, gated=False, dropout=0.1
 )
-MEGATRON = frameworks.find_framework("Korthikanti")
+MEGATRON = frameworks.get_framework("megatron-lm-2021")
 SEQ = 2048
 SCORES = 5 * GPT_175B.heads * SEQ / GPT_175B.dim  # 80, with plain attention
 

@@ -12,7 +12,7 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.plan.cost import collectives, compute, step_time
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.compute import FITTED_CONSTANTS
-from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, with_compiled_model
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework, get_framework, with_compiled_model
 from clustertrain.plan.cost.memory import estimate_memory
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.cost.step_time import Machine, StepEstimate
@@ -49,6 +49,20 @@ def block_seconds(
 
 def test_time_scales_with_tokens() -> None:
     assert block_seconds(16_384) == pytest.approx(2 * block_seconds(8192), rel=0.05)
+
+
+def test_zero2_reduces_every_micro_batch() -> None:
+    """Its ranks keep only their share of each micro-batch's gradients; ZeRO-1 reduces their sum."""
+    deepspeed = get_framework("deepspeed")
+    layout = Layout(strategy="zero1", zero1=True, dp_replicate=64)
+
+    def data_s(framework: Framework, grad_accum: int) -> float:
+        config = PassConfig(seq_len=512, micro_batch=1, grad_accum=grad_accum, precision="bf16", device="cuda")
+        return step_time.estimate_step(LLAMA_8B, layout, config, framework, machine()).data_s
+
+    zero2 = dataclasses.replace(deepspeed, shards_gradients=True)
+    assert data_s(deepspeed, 8) == pytest.approx(data_s(deepspeed, 1))
+    assert data_s(zero2, 8) == pytest.approx(8 * data_s(deepspeed, 1))
 
 
 def test_small_pieces_run_less_efficiently() -> None:

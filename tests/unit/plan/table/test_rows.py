@@ -96,16 +96,19 @@ def test_gating_follows_from_parameters() -> None:
         ({}, Layout(strategy="fsdp", dp_shard=64)),
         ({"tp": "8", "pp": "8"}, Layout(tp=8, sequence_parallel=True, pp=8, schedule="1f1b")),
         ({"tp": "8", "pp": "4", "vpp": "2"},
-         Layout(strategy="ddp", dp_replicate=2, tp=8, sequence_parallel=True, pp=4, schedule="interleaved",
-                virtual_stages=2)),
+         Layout(strategy="zero1", dp_replicate=2, zero1=True, tp=8, sequence_parallel=True, pp=4,
+                schedule="interleaved", virtual_stages=2)),
         ({"n_gpus": "1", "fsdp_or_zero": "zero3"}, Layout()),
         ({"n_gpus": "8", "cp": "8", "fsdp_or_zero": "fsdp_full"}, Layout(strategy="fsdp", cp=8)),
+        ({"n_gpus": "8", "cp": "8", "fsdp_or_zero": "zero1"}, Layout(strategy="zero1", zero1=True, cp=8)),
+        ({"n_gpus": "8", "fsdp_or_zero": "zero2", "note": "CPU offload"},
+         Layout(strategy="zero1", zero1=True, dp_replicate=8, offload=True)),
         # The number of GPUs decides if dp contradicts it.
         ({"n_gpus": "64", "dp": "64", "tp": "8", "fsdp_or_zero": "fsdp_full"},
          Layout(strategy="fsdp", dp_shard=8, tp=8, sequence_parallel=True)),
     ],
     ids=["zero3", "hsdp", "fsdp-replicated", "grad-op", "zero1", "zero2", "ddp", "default", "tp-pp", "interleaved",
-         "one-gpu", "cp", "gpus-decide"],
+         "one-gpu", "cp", "cp-zero1", "zero2-offload", "gpus-decide"],
 )  # fmt: skip
 def test_row_layout(cells: dict[str, str], expected: Layout) -> None:
     assert layout(**cells) == expected
@@ -138,13 +141,19 @@ def test_gpus_by_name_and_memory() -> None:
         row(gpu="X9000")
 
 
-def test_framework_from_source_and_note() -> None:
-    assert row(source="pytorch/torchtitan benchmarks").framework.name == "torchtitan"
-    assert row(source="NVIDIA-NeMo/Megatron-Bridge docs").framework.distributed_optimizer
-    assert row(source="nobody knows").framework.name == "clustertrain"
+def test_settings_in_source_and_note() -> None:
     assert row(source="Megatron-LM SC21", tp="8", note="no sequence parallel").layout.sequence_parallel is False
     assert row(note="4x200Gb network").fabric_gb_s == 12.5 and row(note="1600 Gbps").fabric_gb_s == 25
     assert row().fabric_gb_s == 0 and row().network.fabric_bytes_s > 0
+
+
+def test_stated_settings() -> None:
+    bare = row(micro_bs="", note="")
+    assert "seq" in bare.stated and "micro_bs" not in bare.stated and "framework" not in bare.stated
+    named = row(source="torchtitan", precision="bf16 (fp32 grad accumulation)", note="SP on, CPU offload")
+    assert named.stated >= {"framework", "gradients", "sequence parallelism", "offload"}
+    # A library leaves types and loss to its users.
+    assert "framework" not in row(framework="fsdp").stated and not row(framework="fsdp").framework_note
 
 
 def test_gpu_count_from_note() -> None:
@@ -165,6 +174,9 @@ def test_invalid_number_names_column(column: str, cell: str) -> None:
         ({"heads": "31"}, "heads = 31 does not divide hidden = 4096"),
         ({"hsdp_replicate": "7", "fsdp_or_zero": "hsdp"}, "hsdp_replicate = 7 does not divide 64"),
         ({"layers": "100000"}, "100000 layers"),
+        ({"ep": "8"}, "Llama-3.1-8B is a mixture of experts, which is not predicted"),
+        ({"model": "Mixtral-8x7B"}, "Mixtral-8x7B is a mixture of experts"),
+        ({"model": "Qwen3_30B_a3B"}, "mixture of experts"),
     ],
 )
 def test_contradictory_cells_are_refused(cells: dict[str, str], message: str) -> None:
