@@ -1,8 +1,8 @@
 """Run the steps from standard input on all devices of the stub; print the result of each step as JSON.
 
 A step is a list: ``["devices"]``, ``["read", PACE]``, ``["read-until", FIELD]`` (of the first device, for fields that
-need two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["drive", TEXT, T]`` (as if the load
-had run for T seconds), ``["listen"]``, ``["poll"]``, ``["session"]``, ``["reopen"]``, ``["close"]``.
+need two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["drive", TEXT, T]`` (as if the
+load had run for T seconds), ``["listen"]``, ``["poll"]``, ``["session"]``, ``["reopen"]``, ``["close"]``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""Costs of NVML: each call, and all readings of the sampler. The rehearsal loads the stub of libnvidia-ml."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import measure, nvml_calls
+from benchmarks.gpu_check.parts import Figures, run_main
+from benchmarks.measure import CannotRun
+
+_STUB = "GPU_CHECK_NVML_STUB"  # set for the child that has the stub on its library path
+
+
+def measure_calls(options: argparse.Namespace) -> tuple[Figures, Any]:
+    """Measure in this process, or in one that loads the stub."""
+    if options.device == "cpu" and _STUB not in os.environ:
+        return _measure_stub(options)
+    result = nvml_calls.measure_first_gpu(rounds=20 if options.device == "cpu" else nvml_calls.ROUNDS)
+    costs = result["result"]
+    slowest = max(costs["calls"], key=lambda name: costs["calls"][name]["wall_us"]["median"])
+    readers = costs[f"readers_of_{nvml_calls.GPUS}_gpus"]
+    return {
+        "sampler_share_of_a_core_8_gpus": costs[f"share_of_a_core_for_{nvml_calls.GPUS}_gpus"],
+        "fast_readings_8_gpus_wall_us": readers["fast"]["wall_us"]["median"],
+        "slow_readings_8_gpus_wall_us": readers["slow"]["wall_us"]["median"],
+        "slowest_call": slowest,
+        "slowest_call_wall_us": costs["calls"][slowest]["wall_us"]["median"],
+        "fields_without_a_value": ", ".join(sorted(costs["without_a_value"])) or "none",
+    }, result
+
+
+def _measure_stub(options: argparse.Namespace) -> tuple[Figures, Any]:
+    import json
+
+    from tests.fakes.nvml import recording
+    from tests.fakes.nvml.build import Stub
+
+    try:
+        stub = Stub(options.out / "stub")
+    except RuntimeError as e:
+        raise CannotRun(str(e).splitlines()[0]) from e
+    stub.drive(recording.load("h100").text)
+    argv = [sys.executable, "-m", "benchmarks.gpu_check.part_nvml", "--device", "cpu", "--out", str(options.out)]
+    subprocess.run(argv, env=stub.environ(**{_STUB: "1"}), cwd=measure.ROOT, check=True)
+    written = json.loads((options.out / "result.json").read_text())
+    return written["figures"], written["details"]
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(measure_calls))
