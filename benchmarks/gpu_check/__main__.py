@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_check import evidence, machine
 from benchmarks.gpu_check.clocks import ClockLog
@@ -59,9 +61,10 @@ def check(parts: list[Part], device: str, folder: Path, total_s: float) -> int:
     machine.save_nvidia_smi(folder / "nvidia-smi-before.txt")
     clocks = ClockLog(folder / "clocks.jsonl")
     remaining_s = total_s - (clock.monotonic() - started)
-    first_gpu = torch["gpus"][0]["uuid"] if torch.get("gpus") else ""
     try:
-        results = run_parts(parts, folder, remaining_s, _environment(), first_gpu, clocks.record, _announce)
+        results = run_parts(
+            parts, folder, remaining_s, _environment(), _first_gpu(torch, gpus), clocks.record, _announce
+        )
     finally:
         clocks.close()
     machine.save_nvidia_smi(folder / "nvidia-smi-after.txt")
@@ -80,6 +83,12 @@ def check(parts: list[Part], device: str, folder: Path, total_s: float) -> int:
     _print(results)
     print(f"{folder / evidence.REPORT}; SHA-256 of {evidence.SUMS}: {digest}")
     return 0 if all(result.status == "ok" for result in results) else 1
+
+
+def _first_gpu(torch: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> str:
+    """Return NVML's name of torch's first device, a GPU or a MIG slice; empty if NVML does not list it."""
+    number = torch["gpus"][0]["uuid"] if torch.get("gpus") else "none"
+    return next((gpu["uuid"] for gpu in gpus if number in gpu["uuid"]), "")
 
 
 def _refuse(reason: str) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from clustertrain import clock
 from clustertrain.telemetry import fields
+from clustertrain.telemetry.readers.allocation import find_allocation
 from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
@@ -20,7 +22,7 @@ RECORDED = (
 
 
 class ClockLog:
-    """A log of all GPUs; empty where NVML does not open."""
+    """A log of this job's GPUs; empty where NVML does not open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -29,7 +31,9 @@ class ClockLog:
         self._last_s = -math.inf
         try:
             self._nvml.open()
-            self._readers = [GpuReader(self._nvml, d) for d in self._nvml.devices() if d.parent is None]
+            devices = self._nvml.devices()
+            boards = {d.parent or d.uuid for d in find_allocation(os.environ, devices).devices}
+            self._readers = [GpuReader(self._nvml, d) for d in devices if d.uuid in boards]
         except NvmlError:
             pass  # the check has said so already, or does not use a GPU
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from benchmarks import measure
 from clustertrain import proc
 from clustertrain.errors import CommandFailed
+from clustertrain.telemetry.readers.allocation import find_allocation
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 TORCH_TIMEOUT_S = 120.0
@@ -32,7 +34,7 @@ _GPU_FACTS: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 def read_gpus() -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the driver's version and the GPUs that NVML lists.
+    """Return the driver's version, and the GPUs and MIG slices of this job; outside a job, all that NVML lists.
 
     Raises:
         NvmlError: there is no driver, or NVML does not start.
@@ -40,7 +42,9 @@ def read_gpus() -> tuple[str | None, list[dict[str, Any]]]:
     nvml = Nvml()
     driver = nvml.open()
     try:
-        return driver, [_describe_device(nvml, device) for device in nvml.devices()]
+        return driver, [
+            _describe_device(nvml, device) for device in find_allocation(os.environ, nvml.devices()).devices
+        ]
     finally:
         nvml.close()
 
@@ -121,7 +125,7 @@ def _torch_facts() -> dict[str, Any]:
 def _describe_gpu(properties: Any) -> dict[str, Any]:
     return {
         "name": properties.name,
-        "uuid": f"GPU-{properties.uuid}",
+        "uuid": str(properties.uuid),
         "capability": f"{properties.major}.{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 2),
         "multiprocessors": properties.multi_processor_count,

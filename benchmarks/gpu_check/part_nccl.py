@@ -47,8 +47,7 @@ def list_cases(device: str) -> list[Case]:
 
     listed = [gpu for gpu in read_gpus()[1] if not gpu["unreadable"]]
     slices = [gpu["uuid"] for gpu in listed if gpu["mig_slice_of"]]
-    boards = {gpu["mig_slice_of"] for gpu in listed}
-    gpus = [gpu["uuid"] for gpu in listed if not gpu["mig_slice_of"] and gpu["uuid"] not in boards]
+    gpus = [gpu["uuid"] for gpu in listed if not gpu["mig_slice_of"]]
     devices = gpus or slices
     cases = [Case("one rank", devices[:1])] if devices else []
     cases += [Case("two ranks on one GPU", gpus[:1] * 2, may_be_refused=True)] if gpus else []
@@ -95,22 +94,36 @@ def _run_case(case: Case, device: str, folder: Path) -> dict[str, Any]:
         argv = [sys.executable, "-m", "benchmarks.gpu_check.part_nccl", "--rank", device]
         with logs[rank].open("wb") as log:
             ranks.append(subprocess.Popen(argv, env=env, cwd=measure.ROOT, stdout=log, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + CASE_S
     try:
-        # The first that fails knows the cause; the others would wait for it until their timeout.
-        while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
-            if time.monotonic() > deadline:
-                return {"error": f"hung for {CASE_S:g} s"}
-            time.sleep(0.1)
+        failed = _first_failure(ranks)
+    except TimeoutError:
+        return {"error": f"hung for {CASE_S:g} s"}
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    failed = next((rank for rank, process in enumerate(ranks) if process.returncode > 0), None)
-    if failed is None:
-        outcome: dict[str, Any] = json.loads(logs[0].read_text().splitlines()[-1])
-        return outcome
-    return {"error": _cause(logs[failed].read_text(errors="replace"))}
+    if failed is not None:
+        return {"error": _cause(logs[failed].read_text(errors="replace"))}
+    outcome: dict[str, Any] = json.loads(logs[0].read_text().splitlines()[-1])
+    return outcome
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Return the rank that failed first, without waiting for the others; None once all have succeeded.
+
+    Raises:
+        TimeoutError: they take too long.
+    """
+    deadline = time.monotonic() + CASE_S
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if None not in codes:
+            return None
+        time.sleep(0.1)
+    raise TimeoutError
 
 
 def _cause(log: str) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save.staging import available_memory
 
-ROUNDS = 5
+WARMUP_ROUNDS = 2  # they fill both buffers
+ENOUGH_S = 50.0  # after which a slow disk gets no further round
 MIN_STEPS = 8  # in a window
 _STATE_COPIES = {"memory": 4.0, "disk": 5.0, "gpu": 2.5}  # what a state of one byte needs of each
 
@@ -41,10 +42,21 @@ class Size:
     width: int
     tokens: int
     state_bytes: int
+    rounds: int
+    """That count."""
 
 
-SIZES = {"cuda": Size(4096, 4096, 8 << 30), "cpu": Size(128, 64, 4 << 20)}
+SIZES = {"cuda": Size(4096, 4096, 4 << 30, 5), "cpu": Size(128, 16, 1 << 20, 1)}
 _LAYER_BYTES = 12  # per element: a weight and Adam's two moments, in fp32
+
+
+class Round(NamedTuple):
+    """Seconds of a window without a save and of one with it, of the call of the save, and from it to the commit."""
+
+    clean: float
+    saving: float
+    host: float
+    commit: float
 
 
 class Training:
@@ -125,7 +137,7 @@ def measure_stall(options: argparse.Namespace) -> tuple[Figures, Any]:
     copy_s = training.state_bytes / copy_gb_s / 1e9
     steps = max(MIN_STEPS, math.ceil(2 * copy_s / step_s))
     with tempfile.TemporaryDirectory(prefix="gpu-check-staging-", dir=options.out.parent) as folder:
-        rounds, pinned = _rounds(training, Path(folder), steps)
+        rounds, pinned = _rounds(training, Path(folder), steps, WARMUP_ROUNDS + size.rounds)
     clean, saving, host, commit = zip(*rounds, strict=True)
     stalls = [with_save - without for with_save, without in zip(saving, clean, strict=True)]
     gib = training.state_bytes / 2**30
@@ -148,8 +160,8 @@ def measure_stall(options: argparse.Namespace) -> tuple[Figures, Any]:
     return figures, {"steps_in_a_window": steps, "step_s": step_s, **spreads}
 
 
-def _rounds(training: Training, folder: Path, steps: int) -> tuple[list[tuple[float, float, float, float]], bool]:
-    """Return per round the seconds of a window without and with a save, of the save's call and to its commit."""
+def _rounds(training: Training, folder: Path, steps: int, rounds: int) -> tuple[list[Round], bool]:
+    """Return the rounds that count, and whether the staging buffers are pinned."""
     state = {"model": training.model, "optimizer": training.optimizer}
     config = CheckpointConfig(attempt="1", layout={}, device=training.device)
     committed: list[Any] = []
@@ -162,18 +174,21 @@ def _rounds(training: Training, folder: Path, steps: int) -> tuple[list[tuple[fl
         manager.save(len(host) + 1, state)
         host.append(time.perf_counter() - started)
 
-    rounds = []
+    seconds = []
     try:
         manager.reserve(state)
-        for _ in range(ROUNDS + 2):  # the first two fill both buffers
+        started = time.perf_counter()
+        for _ in range(rounds):
             clean = training.time(steps)
             saving = training.time(steps, save)
             manager.wait_for_saves()
-            rounds.append((clean, saving, host[-1], committed[-1].save_s))
+            seconds.append(Round(clean, saving, host[-1], committed[-1].save_s))
+            if time.perf_counter() - started > ENOUGH_S and len(seconds) > WARMUP_ROUNDS:
+                break
         pinned = all(buffer._pinned for buffer in manager._staging_buffers)
     finally:
         manager.close(60.0)
-    return rounds[2:], pinned
+    return seconds[WARMUP_ROUNDS:], pinned
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ SLICES = [{"uuid": f"MIG-{i}", "name": "1g.10gb", "mig_slice_of": "GPU-0", "unre
                 "a rank per GPU, 2 GPUs": ["GPU-0", "GPU-1"],
             },
         ),
-        ([GPUS[0], *SLICES], {"one rank": ["MIG-0"], "a rank per MIG slice": ["MIG-0", "MIG-1", "MIG-2"]}),
+        (SLICES, {"one rank": ["MIG-0"], "a rank per MIG slice": ["MIG-0", "MIG-1", "MIG-2"]}),
         ([], {}),
     ],
     ids=["one", "two", "mig", "none"],
