@@ -56,16 +56,21 @@ def run_parts(
     """
     proc.become_subreaper()
     deadline = clock.monotonic() + total_s
-    results = []
+    results: list[PartResult] = []
+    interrupted = ""
     for part in parts:
         limit_s = min(part.limit_s, deadline - clock.monotonic())
-        if limit_s < TICK_S:
-            reason = f"no time left: the parts before it took the {total_s:g} s of the whole check"
+        if interrupted or limit_s < TICK_S:
+            reason = interrupted or f"no time left: the parts before it took the {total_s:g} s of the whole check"
             results.append(PartResult(part.name, part.title, "not run", reason, 0.0, part.limit_s, {}))
             continue
         on_start(part, limit_s)
         part_env = {**env, "CUDA_VISIBLE_DEVICES": first_gpu} if first_gpu and part.one_gpu else dict(env)
-        results.append(_run_part(part, evidence, limit_s, part_env, on_tick))
+        try:
+            results.append(_run_part(part, evidence, limit_s, part_env, on_tick))
+        except KeyboardInterrupt:  # what has been measured is worth its summary
+            interrupted = f"the check was interrupted during {part.name}"
+            results.append(PartResult(part.name, part.title, "failed", interrupted, 0.0, round(limit_s, 1), {}))
     return results
 
 

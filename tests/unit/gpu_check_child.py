@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ runner.INTERRUPT_S = 0.5
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     request = json.load(sys.stdin)
     folder = Path(request["folder"])
     parts = [Part(name, f"the part {name}", tuple(argv), limit) for name, argv, limit in request["parts"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 
 from benchmarks.gpu_check import evidence, machine, part_nccl, results
 from benchmarks.gpu_check.parts import TOTAL_S, list_parts
+from clustertrain import clock
 from clustertrain.cluster.profile_file import parse_profile
 from clustertrain.errors import UsageError
+from tests.fakes.nvml import recording
 from tests.fakes.nvml.build import Stub
 from tests.paths import ROOT
 
@@ -49,27 +52,43 @@ PROGRAMS = {
     "silent": ("print('no result is written')", 30.0),
     "unfit": ("print('cannot run: needs two GPUs'); raise SystemExit(3)", 30.0),
     "hanging": (HANGING, 1.5),
+    "waiting": (HANGING, 60.0),
     "interrupted": (INTERRUPTED, 1.5),
     "last": (RESULT, 30.0),
 }
 
 
-def run_child(folder: Path, env: dict[str, str], names: list[str], total_s: float = 60.0) -> dict[str, Any]:
-    """Return the results by part."""
+def start_child(folder: Path, env: dict[str, str], names: list[str], total_s: float = 60.0) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     parts = [(name, [sys.executable, "-c", PROGRAMS[name][0], "{out}"], PROGRAMS[name][1]) for name in names]
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.unit.gpu_check_child"],
-        input=json.dumps({"folder": str(folder), "parts": parts, "total_s": total_s}),
-        env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return {part["name"]: part for part in json.loads(result.stdout)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    argv = [sys.executable, "-m", "tests.unit.gpu_check_child"]
+    child = subprocess.Popen(argv, env=env, cwd=ROOT, text=True, **pipes)
+    assert child.stdin is not None
+    child.stdin.write(json.dumps({"folder": str(folder), "parts": parts, "total_s": total_s}))
+    child.stdin.close()
+    child.stdin = None
+    return child
+
+
+def wait_for(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the results by part."""
+    output, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
+    return {part["name"]: part for part in json.loads(output)}
+
+
+def run_child(folder: Path, env: dict[str, str], names: list[str], total_s: float = 60.0) -> dict[str, Any]:
+    return wait_for(start_child(folder, env, names, total_s))
+
+
+def assert_ended(pid: int) -> None:
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_failing_and_hanging_parts_do_not_stop_the_others(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 power 400000\n")
-    parts = run_child(tmp_path / "evidence", nvml_stub.environ(), list(PROGRAMS))
+    parts = run_child(tmp_path / "evidence", nvml_stub.environ(), [name for name in PROGRAMS if name != "waiting"])
     assert {name: part["status"] for name, part in parts.items()} == {
         "good": "ok",
         "broken": "failed",
@@ -88,8 +107,7 @@ def test_failing_and_hanging_parts_do_not_stop_the_others(nvml_stub: Stub, tmp_p
     assert reasons["hanging"].startswith("ended after its limit of 2 s")
     assert "1 passed, interrupted" in reasons["interrupted"]
     assert parts["last"]["figures"] == parts["interrupted"]["figures"] == {"seen": "GPU-first"}
-    left = int((tmp_path / "evidence/hanging/left").read_text())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    assert_ended(int((tmp_path / "evidence/hanging/left").read_text()))
     rows = [json.loads(line) for line in (tmp_path / "evidence/clocks.jsonl").read_text().splitlines()]
     assert {(row["uuid"], row["power_w"]) for row in rows} == {("GPU-a", 400)}
     assert {"good", "hanging", "interrupted"} <= {row["part"] for row in rows}
@@ -99,6 +117,18 @@ def test_time_of_the_whole_check_is_bounded(tmp_path: Path) -> None:
     parts = run_child(tmp_path / "evidence", dict(os.environ), ["hanging", "good", "last"], total_s=1.5)
     assert [part["status"] for part in parts.values()] == ["over time", "not run", "not run"]
     assert "the parts before it took" in parts["last"]["reason"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_check_keeps_what_it_has(tmp_path: Path, number: int) -> None:
+    child = start_child(tmp_path / "evidence", dict(os.environ), ["good", "waiting", "last"])
+    left = tmp_path / "evidence/waiting/left"
+    assert clock.wait_until(lambda: left.exists() and bool(left.read_text()), 60, 0.05)
+    child.send_signal(number)
+    parts = wait_for(child)
+    assert [part["status"] for part in parts.values()] == ["ok", "failed", "not run"]
+    assert parts["last"]["reason"] == "the check was interrupted during waiting"
+    assert_ended(int(left.read_text()))
 
 
 def test_limits_leave_time_for_the_tests() -> None:
@@ -123,6 +153,19 @@ def test_without_a_gpu_it_says_so_at_once(nvml_stub: Stub, tmp_path: Path) -> No
     assert lines == ["no GPU to check: DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"]
     assert "| torch" not in result.stderr
     assert not (tmp_path / "evidence").exists()
+
+
+def test_description_of_the_gpus(nvml_stub: Stub) -> None:
+    """VBIOS, limits and clocks as nvidia-smi prints them for the recorded GPU; a missing one is named, not left out."""
+    nvml_stub.drive(recording.load("gb200").text + "fail 0 nvmlDeviceGetPersistenceMode 4\n")
+    program = "import json; from benchmarks.gpu_check import machine; print(json.dumps(machine.read_gpus()))"
+    argv = [sys.executable, "-c", program]
+    result = subprocess.run(argv, env=nvml_stub.environ(), cwd=ROOT, capture_output=True, text=True, check=True)
+    driver, (gpu,) = json.loads(result.stdout)
+    assert (driver, gpu["name"], gpu["vbios"]) == ("580.173.02", "NVIDIA GB200", "97.00.B9.00.69")
+    assert (gpu["power_limit_mw"], gpu["max_sm_clock_mhz"], gpu["sm_clock_mhz"]) == (1_200_000, 2062, 120)
+    assert gpu["persistence_mode"] == "NO_PERMISSION"
+    assert not [name for name, value in gpu.items() if value in ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED")]
 
 
 GPUS = [

@@ -79,6 +79,29 @@ nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t handle, char *out, unsigned size) {
     return copy_text(out, size, devices[i].name);
 }
 
+nvmlReturn_t nvmlDeviceGetVbiosVersion(nvmlDevice_t handle, char *out, unsigned size) {
+    BEGIN(i) NOT_A_SLICE(i)
+    return copy_text(out, size, devices[i].vbios);
+}
+
+nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t handle, unsigned *out) {
+    BEGIN(i) NEED(out) NOT_A_SLICE(i)
+    *out = (unsigned)devices[i].base[PERSISTENCE];
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetCurrPcieLinkGeneration(nvmlDevice_t handle, unsigned *out) {
+    BEGIN(i) NEED(out) NOT_A_SLICE(i)
+    *out = (unsigned)devices[i].base[PCIE_GENERATION];
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(nvmlDevice_t handle, unsigned *out) {
+    BEGIN(i) NEED(out) NOT_A_SLICE(i)
+    *out = (unsigned)devices[i].base[PCIE_WIDTH];
+    return NVML_SUCCESS;
+}
+
 nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t handle, unsigned *out) {
     BEGIN(i) NEED(out) NOT_A_SLICE(i)
     *out = (unsigned)devices[i].base[MINOR];

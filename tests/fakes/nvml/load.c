@@ -8,7 +8,8 @@
 
 static const char *const names[KEYS] = {
     "minor", "parent", "gpu_instance", "mig_slices", "domain", "nvswitch", "nvlink_version", "cluster", "clique", "ecc",
-    "retires_pages", "power_averaged", "power_limit", "gpm", "events", "narrow", "memory_total", "memory_used",
+    "retires_pages", "power_averaged", "power_limit", "default_power_limit", "max_sm_clock", "max_memory_clock",
+    "persistence", "pcie_generation", "pcie_width", "gpm", "events", "narrow", "memory_total", "memory_used",
     "memory_reserved", "utilization", "memory_busy", "power", "module_power", "temperature", "memory_temperature",
     "sm_clock", "memory_clock", "reasons", "sm_activity", "tensor_activity", "dram_activity", "processes",
     "ecc_corrected", "ecc_uncorrected", "ecc_corrected_aggregate", "ecc_uncorrected_aggregate", "remapped",
@@ -101,7 +102,12 @@ static void plain_device(int i) {
     b[MIG_SLICES] = 7;
     b[NVLINK_VERSION] = 4;
     b[ECC] = b[POWER_AVERAGED] = 1;
-    b[POWER_LIMIT] = 700000;
+    b[POWER_LIMIT] = b[DEFAULT_POWER_LIMIT] = 700000;
+    b[MAX_SM_CLOCK] = 1980;
+    b[MAX_MEMORY_CLOCK] = 2619;
+    b[PERSISTENCE] = 1;
+    b[PCIE_GENERATION] = 5;
+    b[PCIE_WIDTH] = 16;
     b[EVENTS] = nvmlEventTypeSingleBitEccError | nvmlEventTypeDoubleBitEccError | nvmlEventTypeXidCriticalError;
     b[MEMORY_TOTAL] = 80.0 * (1 << 30);
     b[MEMORY_USED] = 1 << 30;
@@ -136,6 +142,7 @@ static void set_value(int i, const char *key, const char *value) {
     if (!d) return;
     if (!strcmp(key, "uuid")) snprintf(d->uuid, sizeof d->uuid, "%s", value);
     else if (!strcmp(key, "name")) snprintf(d->name, sizeof d->name, "%s", value);
+    else if (!strcmp(key, "vbios")) snprintf(d->vbios, sizeof d->vbios, "%s", value);
     else if (!strcmp(key, "bus")) d->bus = (int)strtol(value, NULL, 16);
     else if (!strcmp(key, "domain")) d->base[DOMAIN] = (double)strtol(value, NULL, 16);
     else {

@@ -24,12 +24,13 @@
  *                          Each event set that existed before gets it once
  *   loop S                 T restarts at 0 every S seconds; events happen only in the first round
  *
- * Text KEYs: uuid name. Constants (device): minor, parent (for a MIG slice, the number of its GPU), gpu_instance (of
- * the slice), mig_slices (most slices; 0: no MIG), bus domain (of PCI, in hex), nvswitch (1), nvlink_version (2 Volta
- * to 5 Blackwell: decides which fields exist), cluster, clique, ecc (0: off), retires_pages (1: before Ampere, which
- * remaps rows), power_averaged (0: Volta and GA100, whose power is a momentary value; otherwise a mean of 1 s),
- * power_limit (mW), gpm (1: also set by any *_activity), events (mask of supported types; 11), narrow (1: PCIe
- * counters of 32 bits).
+ * Text KEYs: uuid name vbios. Constants (device): minor, parent (for a MIG slice, the number of its GPU), gpu_instance
+ * (of the slice), mig_slices (most slices; 0: no MIG), bus domain (of PCI, in hex), nvswitch (1), nvlink_version (2
+ * Volta to 5 Blackwell: decides which fields exist), cluster, clique, ecc (0: off), retires_pages (1: before Ampere,
+ * which remaps rows), power_averaged (0: Volta and GA100, whose power is a momentary value; otherwise a mean of 1 s),
+ * power_limit default_power_limit (mW), max_sm_clock max_memory_clock (MHz), persistence (1), pcie_generation
+ * pcie_width, gpm (1: also set by any *_activity), events (mask of supported types; 11), narrow (1: PCIe counters of 32
+ * bits).
  * Values, which at and ramp may change: memory_total memory_used memory_reserved (bytes), utilization memory_busy (%),
  * power module_power (mW), temperature memory_temperature (°C), sm_clock memory_clock (MHz), reasons (mask of throttle
  * reasons), sm_activity tensor_activity dram_activity (%), processes, ecc_corrected ecc_uncorrected (since the driver
@@ -61,12 +62,13 @@ typedef unsigned long long u64;
 
 enum {
     MINOR, PARENT, GPU_INSTANCE, MIG_SLICES, DOMAIN, NVSWITCH, NVLINK_VERSION, CLUSTER, CLIQUE, ECC, RETIRES_PAGES,
-    POWER_AVERAGED, POWER_LIMIT, GPM, EVENTS, NARROW, MEMORY_TOTAL, MEMORY_USED, MEMORY_RESERVED, UTILIZATION,
-    MEMORY_BUSY, POWER, MODULE_POWER, TEMPERATURE, MEMORY_TEMPERATURE, SM_CLOCK, MEMORY_CLOCK, REASONS, SM_ACTIVITY,
-    TENSOR_ACTIVITY, DRAM_ACTIVITY, PROCESSES, ECC_CORRECTED, ECC_UNCORRECTED, ECC_CORRECTED_AGGREGATE,
-    ECC_UNCORRECTED_AGGREGATE, REMAPPED, REMAPPED_CORRECTED, REMAP_PENDING, REMAP_FAILED, RETIRED_SBE, RETIRED_DBE,
-    RETIRED_PENDING, NVLINKS, NVLINKS_ACTIVE, NVLINK_ERRORS, PCIE_REPLAYS, ENERGY, PCIE_TX, PCIE_RX, NVLINK_TX,
-    NVLINK_RX, PCIE_TX_RATE, PCIE_RX_RATE, NVLINK_TX_RATE, NVLINK_RX_RATE, KEYS
+    POWER_AVERAGED, POWER_LIMIT, DEFAULT_POWER_LIMIT, MAX_SM_CLOCK, MAX_MEMORY_CLOCK, PERSISTENCE, PCIE_GENERATION,
+    PCIE_WIDTH, GPM, EVENTS, NARROW, MEMORY_TOTAL, MEMORY_USED, MEMORY_RESERVED, UTILIZATION, MEMORY_BUSY, POWER,
+    MODULE_POWER, TEMPERATURE, MEMORY_TEMPERATURE, SM_CLOCK, MEMORY_CLOCK, REASONS, SM_ACTIVITY, TENSOR_ACTIVITY,
+    DRAM_ACTIVITY, PROCESSES, ECC_CORRECTED, ECC_UNCORRECTED, ECC_CORRECTED_AGGREGATE, ECC_UNCORRECTED_AGGREGATE,
+    REMAPPED, REMAPPED_CORRECTED, REMAP_PENDING, REMAP_FAILED, RETIRED_SBE, RETIRED_DBE, RETIRED_PENDING, NVLINKS,
+    NVLINKS_ACTIVE, NVLINK_ERRORS, PCIE_REPLAYS, ENERGY, PCIE_TX, PCIE_RX, NVLINK_TX, NVLINK_RX, PCIE_TX_RATE,
+    PCIE_RX_RATE, NVLINK_TX_RATE, NVLINK_RX_RATE, KEYS
 };
 #define COUNTERS 5 /* from ENERGY on; each is the integral of its rate if it is not set */
 
@@ -74,7 +76,7 @@ typedef struct { double t, value; int ramp; } Point;
 typedef struct { int count; Point *points; } Track; /* a value over time; without points: its base */
 typedef struct {
     int exists, index, bus;
-    char uuid[96], name[96];
+    char uuid[96], name[96], vbios[32];
     double base[KEYS], carried[COUNTERS];
     Track track[KEYS];
 } Device;

@@ -40,6 +40,20 @@ nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t handle, unsigned *out)
     return NVML_SUCCESS;
 }
 
+nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t handle, unsigned *out) {
+    BEGIN(i) NEED(out) NOT_A_SLICE(i)
+    *out = narrow(devices[i].base[DEFAULT_POWER_LIMIT]);
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t handle, unsigned kind, unsigned *out) {
+    BEGIN(i) NEED(out)
+    if (kind >= NVML_CLOCK_COUNT) return NVML_ERROR_INVALID_ARGUMENT;
+    NOT_A_SLICE(i)
+    *out = narrow(devices[i].base[kind == NVML_CLOCK_MEM ? MAX_MEMORY_CLOCK : MAX_SM_CLOCK]);
+    return NVML_SUCCESS;
+}
+
 nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t handle, u64 *out) {
     BEGIN(i) NEED(out) NOT_A_SLICE(i)
     *out = (u64)counter(i, ENERGY);

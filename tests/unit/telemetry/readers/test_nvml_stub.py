@@ -18,6 +18,7 @@ import pytest
 import clustertrain.telemetry.readers
 from tests.fakes.nvml import build, header
 from tests.fakes.nvml.build import Stub
+from tests.paths import ROOT
 
 SOURCES = "".join(path.read_text() for path in (*build.SOURCES, build.FOLDER / "nvml_stub.h"))
 READERS = Path(clustertrain.telemetry.readers.__file__).parent
@@ -35,10 +36,10 @@ print(json.dumps([before, after]))
 
 
 def functions_used() -> set[str]:
-    """Return the C functions that our readers call, by themselves and through nvidia-ml-py's wrappers."""
+    """Return the C functions that our readers and the GPU check call, by themselves and through nvidia-ml-py."""
     names = {
         node.value
-        for path in READERS.glob("*.py")
+        for path in (*READERS.glob("*.py"), ROOT / "benchmarks/gpu_check/machine.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"nvml[A-Z]\w+", node.value)
     }
