@@ -45,7 +45,10 @@ def choose_setting(device: str) -> Setting:
 
 def measure_mfu(options: argparse.Namespace) -> tuple[Figures, Any]:
     setting = choose_setting(options.device)
-    row = step_overhead.measure_layout(setting, "single", PAIRS[options.device])
+    try:
+        row = step_overhead.measure_layout(setting, "single", PAIRS[options.device])
+    except CannotRun as e:  # a rank failed: this machine can run it, so that is a failure
+        raise RuntimeError(str(e)) from e
     mfu = row.get("mfu", {})
     return {
         "parameters": float(step_overhead.recipe(setting, 1).model.parameters()),

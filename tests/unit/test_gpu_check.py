@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.gpu_check import evidence, machine, part_nccl, results
+from benchmarks.gpu_check import evidence, machine, part_nccl, part_tests, results
 from benchmarks.gpu_check.parts import TOTAL_S, list_parts
 from clustertrain import clock
 from clustertrain.cluster.profile_file import parse_profile
@@ -129,6 +129,10 @@ def test_interrupted_check_keeps_what_it_has(tmp_path: Path, number: int) -> Non
     assert [part["status"] for part in parts.values()] == ["ok", "failed", "not run"]
     assert parts["last"]["reason"] == "the check was interrupted during waiting"
     assert_ended(int(left.read_text()))
+
+
+def test_longest_tests_run_last() -> None:
+    assert (ROOT / part_tests.LONGEST).is_file()
 
 
 def test_limits_leave_time_for_the_tests() -> None:
