@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import step_overhead
 from benchmarks.gpu_check import evidence, part_mfu, part_planner
-from benchmarks.gpu_check.parts import list_parts
 from benchmarks.measure import CannotRun
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.job import JobSpec, RunSpec
@@ -86,18 +85,18 @@ def test_setting_survives_its_description() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_rehearsal_on_the_cpu_runs_every_part(tmp_path: Path) -> None:
+def test_rehearsal_on_the_cpu(tmp_path: Path) -> None:
+    """The parts that no other test runs; `make gpu-check-cpu` runs all."""
     folder = tmp_path / "evidence"
-    argv = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--out", str(folder)]
+    names = ["nvml", "nccl", "staging", "mfu"]
+    argv = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--out", str(folder), "--parts", *names]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = evidence.load(folder)
-    assert {p["name"]: p["status"] for p in summary["parts"]} == {p.name: "ok" for p in list_parts("cpu")}
+    assert {p["name"]: p["status"] for p in summary["parts"]} == dict.fromkeys(names, "ok")
     assert summary["seconds"] < summary["limit_s"]
     figures = {p["name"]: p["figures"] for p in summary["parts"]}
     assert figures["nccl"]["two ranks"] == "works"
-    assert figures["tests"]["collected"] > 20
     assert figures["staging"]["state_gib"] > 0
     assert figures["mfu"]["tokens_per_s"] > 0
-    assert figures["planner"]["matmul_tflops"] > 0
     assert figures["nvml"]["fields_without_a_value"] == "none"
