@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu_check import evidence, machine
 from benchmarks.gpu_check.clocks import ClockLog
-from benchmarks.gpu_check.parts import CANNOT_RUN, TOTAL_S, Part, list_parts
+from benchmarks.gpu_check.parts import CANNOT_RUN, RESERVE_S, TOTAL_S, Part, list_parts
 from benchmarks.gpu_check.runner import PartResult, run_parts
 from clustertrain import clock
 from clustertrain.telemetry.readers.nvml import NvmlError
@@ -64,7 +64,7 @@ def check(parts: list[Part], device: str, folder: Path, total_s: float) -> int:
     description = machine.describe()
     machine.save_nvidia_smi(folder / "nvidia-smi-before.txt")
     clocks = ClockLog(folder / "clocks.jsonl")
-    remaining_s = total_s - (clock.monotonic() - started)
+    remaining_s = total_s - RESERVE_S - (clock.monotonic() - started)
     try:
         results = run_parts(
             parts, folder, remaining_s, _environment(), _first_gpu(torch, gpus), clocks.record, _announce
@@ -80,6 +80,7 @@ def check(parts: list[Part], device: str, folder: Path, total_s: float) -> int:
         "driver": driver,
         "gpus": gpus,
         "torch": torch,
+        "clocks": clocks.summarize(),
         "parts": [result._asdict() for result in results],
     }
     evidence.write_summaries(folder, summary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ class ClockLog:
     def close(self) -> None:
         self._nvml.close()
 
+    def summarize(self) -> list[dict[str, Any]]:
+        """Return per part and GPU the mean power, the median clock, the highest temperature and the share throttled."""
+        if not self._path.exists():
+            return []
+        rows = [json.loads(line) for line in self._path.read_text().splitlines()]
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in rows:
+            groups.setdefault((row["part"], row["uuid"]), []).append(row)
+        return [{"part": part, "gpu": uuid, **_summarize(group)} for (part, uuid), group in groups.items()]
+
     @staticmethod
     def _read(reader: GpuReader) -> dict[str, Any]:
         row = reader.read(fields.FAST)
@@ -56,3 +67,17 @@ class ClockLog:
             return {"uuid": reader.device.uuid, "lost": reader.lost_reason}
         values = dict(zip(_FAST, row, strict=True))
         return {"uuid": reader.device.uuid, **{name: values[name] for name in RECORDED}}
+
+
+def _summarize(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    def values(name: str) -> list[float]:
+        return [row[name] for row in rows if row.get(name) is not None]
+
+    throttled = [any(row.get(f"throttle_{cause}") for cause in ("power", "thermal", "hardware")) for row in rows]
+    return {
+        "samples": len(rows),
+        "power_w": round(statistics.mean(values("power_w")), 1) if values("power_w") else None,
+        "sm_clock_mhz": statistics.median(values("sm_clock_mhz")) if values("sm_clock_mhz") else None,
+        "temperature_c": max(values("temperature_c"), default=None),
+        "throttled_share": round(statistics.mean(throttled), 3),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def _report(summary: Mapping[str, Any]) -> Iterator[str]:
     for part in summary["parts"]:
         status = part["status"] if part["status"] == "ok" else f"**{part['status']}**"
         yield f"| {part['name']}: {part['title']} | {status} | {part['seconds']:.0f} | {_cell(part['reason'])} |"
+    yield from _clocks(summary["clocks"])
     for part in summary["parts"]:
         if part["figures"]:
             yield ""
@@ -85,6 +86,18 @@ def _report(summary: Mapping[str, Any]) -> Iterator[str]:
             yield "|---|---|"
             for name, value in part["figures"].items():
                 yield f"| {name} | {_cell(value)} |"
+
+
+def _clocks(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield ""
+    yield "| part, GPU | mean power, W | median SM clock, MHz | highest temperature, C | throttled |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        values = (row["power_w"], row["sm_clock_mhz"], row["temperature_c"])
+        cells = " | ".join("-" if value is None else _cell(value) for value in values)
+        yield f"| {row['part']}, {row['gpu']} | {cells} | {row['throttled_share']:.0%} |"
 
 
 def describe_gpus(summary: Mapping[str, Any]) -> str:

@@ -97,7 +97,7 @@ def save_nvidia_smi(path: Path) -> None:
         path.write_text("nvidia-smi is not installed\n")
         return
     try:
-        path.write_text(proc.run(["nvidia-smi", "-q"], timeout_s=60).stdout)
+        path.write_text(proc.run(["nvidia-smi", "-q"], timeout_s=15).stdout)
     except CommandFailed as e:
         path.write_text(f"{e.args[0]}\n")
 

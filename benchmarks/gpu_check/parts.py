@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.measure import CannotRun
 
 TOTAL_S = 900.0
+RESERVE_S = 60.0  # of it, to end a part that hangs, and for the summary
 CANNOT_RUN = 3  # exit code of a part; its last line of output says what is missing
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu_check import evidence, machine, part_nccl, part_tests, results
-from benchmarks.gpu_check.parts import TOTAL_S, list_parts
+from benchmarks.gpu_check.parts import RESERVE_S, TOTAL_S, list_parts
 from clustertrain import clock
 from clustertrain.cluster.profile_file import parse_profile
 from clustertrain.errors import UsageError
@@ -137,7 +137,7 @@ def test_longest_tests_run_last() -> None:
 
 def test_limits_leave_time_for_the_tests() -> None:
     *measurements, tests = list_parts("cuda")
-    assert sum(part.limit_s for part in measurements) <= TOTAL_S - 180
+    assert sum(part.limit_s for part in measurements) <= TOTAL_S - RESERVE_S - 150
     assert (tests.name, tests.limit_s) == ("tests", TOTAL_S)
 
 
@@ -230,6 +230,7 @@ def make_evidence(folder: Path, device: str = "cuda") -> Path:
             "machine": {"time": "2026-11-27T12:00:00Z", "commit": "abc"},
             "driver": "580.105.08",
             "gpus": GPUS,
+            "clocks": [],
             "torch": {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.9", "gpus": [{"name": GPUS[0]["name"]}]},
             "parts": [
                 {**part, **ok, "name": "planner", "figures": figures, "details": {"measured": MEASURED}},
@@ -296,6 +297,46 @@ def test_results_enter_profile_and_page(places: Path, tmp_path: Path) -> None:
     assert results.main([str(folder)]) == 0
     assert parse_profile(path.read_text(), str(path)).gpu_type == "mine"
     assert results.PAGE.read_text() == page
+
+
+PLANNER = f"""
+import json, os, pathlib, sys
+figures = {{"gpu_type": "h100", "calibration": 1.5, "seen": os.environ["CUDA_VISIBLE_DEVICES"]}}
+result = {{"figures": figures, "details": {{"measured": {MEASURED!r}}}}}
+pathlib.Path(sys.argv[1], "result.json").write_text(json.dumps(result))
+"""
+
+
+def test_whole_check_on_a_recorded_gpu(nvml_stub: Stub, places: Path, tmp_path: Path) -> None:
+    """From NVML's devices to the profile; a part that fails makes the exit status 1 and keeps the rest."""
+    nvml_stub.drive(recording.load("h100").text)
+    folder = tmp_path / "evidence"
+    facts = {"torch": "2.13.0", "cuda": "13.0", "cuda_available": True, "nccl": "2.28.9"}
+    torch = {**facts, "gpus": [{"name": GPUS[0]["name"], "uuid": "00000000-0000-0000-0000-000000000000"}]}
+    programs = {"planner": PLANNER, "tests": PROGRAMS["broken"][0]}
+    parts = [(name, [sys.executable, "-c", code, "{out}"], 30.0) for name, code in programs.items()]
+    request = json.dumps({"folder": str(folder), "parts": parts, "total_s": 120.0, "torch": torch})
+    argv = [sys.executable, "-m", "tests.unit.gpu_check_child"]
+    result = subprocess.run(
+        argv, input=request, env=nvml_stub.environ(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 1, result.stderr
+    summary = evidence.load(folder)
+    assert (summary["driver"], summary["gpus"][0]["vbios"]) == ("580.105.08", "96.00.99.00.01")
+    planner, tests = summary["parts"]
+    assert (planner["status"], tests["status"]) == ("ok", "failed")
+    assert planner["figures"]["seen"] == summary["gpus"][0]["uuid"]
+    clocks = summary["clocks"][0]
+    assert (clocks["part"], clocks["power_w"], clocks["sm_clock_mhz"]) == ("planner", 68.6, 345)
+    assert "| planner, GPU-00000000-0000-0000-0000-000000000000 | 68.6 | 345 | 29 | 0% |" in result_text(folder)
+    assert results.main([str(folder)]) == 0
+    path = places / "nvidia-h100-80gb-hbm3.toml"
+    assert parse_profile(path.read_text(), str(path)).calibration == 1.5
+    assert "| parts not ok | tests (failed) |" in results.PAGE.read_text()
+
+
+def result_text(folder: Path) -> str:
+    return (folder / evidence.REPORT).read_text()
 
 
 @pytest.mark.parametrize("fault", ["tampered", "rehearsal", "absent"])
