@@ -31,7 +31,8 @@ RESULTS = measure.RESULTS / "gpu_check"
 BEGIN, END = "<!-- begin: written by python -m benchmarks.gpu_check.results -->", "<!-- end -->"
 # Columns of the page: label, part, figure.
 COLUMNS = (
-    ("NVML: share of a core for 8 GPUs", "nvml", "sampler_share_of_a_core_8_gpus"),
+    ("sampler, share of a core", "nvml", "sampler_share_of_a_core"),
+    ("readings of 8 GPUs, share of a core", "nvml", "readings_share_of_a_core_8_gpus"),
     ("state staged, GiB", "staging", "state_gib"),
     ("stall of a save, s", "staging", "stall_s"),
     ("plain copy, s", "staging", "plain_copy_s"),

@@ -84,29 +84,10 @@ nvmlReturn_t nvmlDeviceGetVbiosVersion(nvmlDevice_t handle, char *out, unsigned 
     return copy_text(out, size, devices[i].vbios);
 }
 
-nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (unsigned)devices[i].base[PERSISTENCE];
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetCurrPcieLinkGeneration(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (unsigned)devices[i].base[PCIE_GENERATION];
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (unsigned)devices[i].base[PCIE_WIDTH];
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (unsigned)devices[i].base[MINOR];
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetPersistenceMode, unsigned, devices[i].base[PERSISTENCE])
+NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, devices[i].base[PCIE_GENERATION])
+NUMBER(nvmlDeviceGetCurrPcieLinkWidth, unsigned, devices[i].base[PCIE_WIDTH])
+NUMBER(nvmlDeviceGetMinorNumber, unsigned, devices[i].base[MINOR])
 
 nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t handle, nvmlPciInfo_t *out) {
     BEGIN(i) NEED(out)

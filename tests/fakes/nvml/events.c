@@ -33,11 +33,7 @@ nvmlReturn_t nvmlEventSetFree(EventSet *set) {
     return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t handle, u64 *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (u64)devices[i].base[EVENTS];
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetSupportedEventTypes, u64, devices[i].base[EVENTS])
 
 nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t handle, u64 types, EventSet *set) {
     BEGIN(i) NEED(set) NOT_A_SLICE(i)

@@ -118,6 +118,13 @@ static inline unsigned narrow(double value) {
     if (i < 0 || i >= MAX_DEVICES || !devices[i].exists) return NVML_ERROR_INVALID_ARGUMENT;
 #define NEED(pointer) if (!(pointer)) return NVML_ERROR_INVALID_ARGUMENT;
 #define NOT_A_SLICE(i) if (slice(i)) return NVML_ERROR_NOT_SUPPORTED;
+/* A function that returns one number of a GPU; slices have none. */
+#define NUMBER(function, type, value)                      \
+    nvmlReturn_t function(nvmlDevice_t handle, type *out) { \
+        BEGIN(i) NEED(out) NOT_A_SLICE(i)                  \
+        *out = (type)(value);                              \
+        return NVML_SUCCESS;                               \
+    }
 #define NOT_IN_MIG_MODE(i) if (slice_of(i, 0) >= 0) return NVML_ERROR_NOT_SUPPORTED;
 
 #endif

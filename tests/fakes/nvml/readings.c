@@ -28,23 +28,11 @@ nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t handle, nvmlUtilization_
     return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = narrow(devices[i].base[POWER_AVERAGED] > 0 ? mean_of_last_second(i, POWER) : value_now(i, POWER));
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetPowerUsage, unsigned,
+       narrow(devices[i].base[POWER_AVERAGED] > 0 ? mean_of_last_second(i, POWER) : value_now(i, POWER)))
 
-nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = narrow(devices[i].base[POWER_LIMIT]);
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = narrow(devices[i].base[DEFAULT_POWER_LIMIT]);
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetEnforcedPowerLimit, unsigned, narrow(devices[i].base[POWER_LIMIT]))
+NUMBER(nvmlDeviceGetPowerManagementDefaultLimit, unsigned, narrow(devices[i].base[DEFAULT_POWER_LIMIT]))
 
 nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t handle, unsigned kind, unsigned *out) {
     BEGIN(i) NEED(out)
@@ -54,11 +42,7 @@ nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t handle, unsigned kind, unsig
     return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t handle, u64 *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (u64)counter(i, ENERGY);
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetTotalEnergyConsumption, u64, counter(i, ENERGY))
 
 nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t handle, int sensor, unsigned *out) {
     BEGIN(i) NEED(out)
@@ -85,17 +69,8 @@ nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t handle, unsigned kind, unsigned
     return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t handle, u64 *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (u64)value_now(i, REASONS);
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t handle, u64 *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = (u64)value_now(i, REASONS);
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetCurrentClocksEventReasons, u64, value_now(i, REASONS))
+NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, u64, value_now(i, REASONS))
 
 /* In MIG mode the volatile counts belong to the instances. */
 nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t handle, unsigned type, unsigned counted, u64 *out) {
@@ -122,11 +97,7 @@ nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t handle, unsigned *corrected,
     return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetPcieReplayCounter(nvmlDevice_t handle, unsigned *out) {
-    BEGIN(i) NEED(out) NOT_A_SLICE(i)
-    *out = narrow(value_now(i, PCIE_REPLAYS));
-    return NVML_SUCCESS;
-}
+NUMBER(nvmlDeviceGetPcieReplayCounter, unsigned, narrow(value_now(i, PCIE_REPLAYS)))
 
 /* Without privileges the driver hides each process's memory. */
 static nvmlReturn_t processes(int i, unsigned *count, nvmlProcessInfo_v2_t *out) {
