@@ -62,6 +62,7 @@ def check(parts: list[Part], device: str, folder: Path, total_s: float) -> int:
     folder.mkdir(parents=True)
     print(f"{len(gpus)} GPUs and MIG slices; evidence in {folder}", flush=True)
     description = machine.describe()
+    machine.save_packages(folder / "packages.txt")
     machine.save_nvidia_smi(folder / "nvidia-smi-before.txt")
     clocks = ClockLog(folder / "clocks.jsonl")
     remaining_s = total_s - RESERVE_S - (clock.monotonic() - started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -89,6 +90,12 @@ def describe() -> dict[str, Any]:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     context["uncommitted_files"] = len(done.stdout.splitlines()) if done.returncode == 0 else None
     return context
+
+
+def save_packages(path: Path) -> None:
+    """Write the version of each installed package, a line each."""
+    installed = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
+    path.write_text("\n".join(sorted(installed, key=str.lower)) + "\n")
 
 
 def save_nvidia_smi(path: Path) -> None:

@@ -323,6 +323,7 @@ def test_whole_check_on_a_recorded_gpu(nvml_stub: Stub, places: Path, tmp_path: 
     assert result.returncode == 1, result.stderr
     summary = evidence.load(folder)
     assert (summary["driver"], summary["gpus"][0]["vbios"]) == ("580.105.08", "96.00.99.00.01")
+    assert "msgspec==" in (folder / "packages.txt").read_text()
     planner, tests = summary["parts"]
     assert (planner["status"], tests["status"]) == ("ok", "failed")
     assert planner["figures"]["seen"] == summary["gpus"][0]["uuid"]

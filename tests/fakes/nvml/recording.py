@@ -43,7 +43,7 @@ def load(name: str) -> Recording:
     for number, values in enumerate(document.get("slice", []), start=1):
         lines += _describe(number, {"parent": 0, **values})
     checks = [Check(5.0, document["nvidia_smi"])]
-    for step in document["step"]:
+    for step in document.get("step", []):
         lines += _change(step, current)
         if "check_at" in step:
             checks.append(Check(step["check_at"], step["nvidia_smi"]))
