@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -88,9 +88,14 @@ chaos-slurm: setup test-packages ## a storm of 100 faults on runs of the Slurm t
 fuzz: setup ## 10,000 hostile inputs for every command, recipe and file of a run; FUZZ='--inputs N --seed S --class NAME'
 	$(BIN)/python -m tests.harness.fuzz $(FUZZ)
 
-gpu-check: setup ## what needs a CUDA GPU
-	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu
-	$(BIN)/python -m benchmarks nvml_calls
+gpu-check: setup ## all that waits for a GPU, in at most 15 minutes; leaves a folder of evidence. GPU_CHECK='--out FOLDER'
+	$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)
+
+gpu-check-cpu: setup ## a rehearsal of gpu-check, tiny, on the CPU
+	$(BIN)/python -m benchmarks.gpu_check --device cpu $(GPU_CHECK)
+
+gpu-results: setup ## verify EVIDENCE=folder of a gpu-check; bring its results into a cluster profile and the docs
+	$(BIN)/python -m benchmarks.gpu_check.results $(EVIDENCE) $(GPU_RESULTS)
 
 clean: ## remove the environment and the demo's runs
 	rm -rf $(VENV) .demo

@@ -77,8 +77,12 @@ class BareLoop:
         first = self._position + self._rank * n
         self._position += n * self._layout.world_size
         samples = [self._data[i % len(self._data)] for i in range(first, first + n)]
-        inputs, targets = (torch.stack(column).to(self._device) for column in zip(*samples, strict=True))
+        inputs, targets = (self._to_device(torch.stack(column)) for column in zip(*samples, strict=True))
         return inputs, targets
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        # From pageable memory the copy would wait for all kernels before it, and a good bare loop does not.
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def _autocast(self) -> Any:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype) if self._autocast_dtype else nullcontext()

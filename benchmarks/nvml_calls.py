@@ -32,6 +32,19 @@ def main() -> int:
     Raises:
         CannotRun: no driver, or no GPU.
     """
+    result = measure_first_gpu()
+    _print(result["result"])
+    path = measure.write("nvml_calls", result)
+    print(f"written to {path.relative_to(measure.ROOT)}")
+    return 0
+
+
+def measure_first_gpu(rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return the costs on the first GPU that can be read, each call measured ``rounds`` times.
+
+    Raises:
+        CannotRun: no driver, or no GPU.
+    """
     nvml = Nvml()
     try:
         driver = nvml.open()
@@ -43,29 +56,29 @@ def main() -> int:
             raise CannotRun("NVML lists no GPU that can be read")
         result = measure.context(("clustertrain", "nvidia-ml-py"))
         result["machine"] |= {"gpu": devices[0].name, "gpus": len(devices), "driver": driver}
-        result["result"] = _measure(nvml, devices[0])
+        result["result"] = _measure(nvml, devices[0], rounds)
     finally:
         nvml.close()
-    _print(result["result"])
-    path = measure.write("nvml_calls", result)
-    print(f"written to {path.relative_to(measure.ROOT)}")
-    return 0
+    return result
 
 
-def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
+def _measure(nvml: Nvml, device: Any, rounds: int) -> dict[str, Any]:
     calls = GpuQueries(nvml, device)
+    pair_rounds = max(3, rounds * PAIR_ROUNDS // ROUNDS)
     costs = {}
     for pace, queries in calls.queries.items():
         for call in queries:
             pairs = "sm_activity" in call.fields
-            cost = _cost(lambda c=call: c.read(calls.handle(), c.fields), pairs=pairs)
+            cost = _cost(lambda c=call: c.read(calls.handle(), c.fields), pair_rounds if pairs else rounds, pairs=pairs)
             costs[", ".join(call.fields)] = {"pace": pace, **cost}
     events = GpuEvents(nvml, [device])
     events.open()
-    costs["poll of events"] = {"pace": fields.FAST, **_cost(events.poll)}
+    costs["poll of events"] = {"pace": fields.FAST, **_cost(events.poll, rounds)}
     # The readers of a node, after a pause as between two samples: only the first one finds cold caches.
     readers = [GpuReader(nvml, device) for _ in range(GPUS)]
-    whole = {pace: _cost(lambda p=pace: [r.read(p) for r in readers], pairs=True) for pace in calls.queries}
+    whole = {
+        pace: _cost(lambda p=pace: [r.read(p) for r in readers], pair_rounds, pairs=True) for pace in calls.queries
+    }
     busy_us = whole[fields.FAST]["cpu_us"]["median"] / TICK_S + whole[fields.SLOW]["cpu_us"]["median"] / SLOW_S
     return {
         "calls": costs,
@@ -76,10 +89,10 @@ def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
     }
 
 
-def _cost(call: Callable[[], Any], *, pairs: bool = False) -> dict[str, Any]:
+def _cost(call: Callable[[], Any], rounds: int, *, pairs: bool = False) -> dict[str, Any]:
     """Return the cost of a call in µs; ``refused`` is the reason if it returns no value."""
     wall, cpu, refused = [], [], None
-    for _ in range(PAIR_ROUNDS if pairs else ROUNDS):
+    for _ in range(rounds):
         if pairs:
             time.sleep(1.1 * MIN_INTERVAL_S)
         before, spent = time.perf_counter_ns(), time.thread_time_ns()

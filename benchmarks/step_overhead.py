@@ -35,6 +35,9 @@ from benchmarks import measure
 from benchmarks.bare_loop import BareLoop
 from benchmarks.measure import CannotRun
 from clustertrain import fsio, settings
+from clustertrain.config import hardware
+from clustertrain.config.parsing import documents
+from clustertrain.config.recipe import Recipe
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import flops_per_step
@@ -47,9 +50,6 @@ from tests.ranks.rank_pool import Ranks
 
 WARMUP = 3  # blocks
 TIMEOUT_S = 1200.0
-MIN_STEP_S = 0.2
-# Dense bf16 FLOP/s from the data sheets, for the model FLOPs utilization.
-PEAK_FLOPS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
 
 Seconds = tuple[float, float]  # wall, processor
@@ -74,6 +74,8 @@ class Setting:
     seq_len: int
     global_batch: int
     micro_batch: int
+    min_step_s: float = 0.0
+    """Shorter steps are refused: on the CPU they would measure the noise of the machine."""
 
 
 CPU = Setting(
@@ -91,6 +93,7 @@ CPU = Setting(
     seq_len=256,
     global_batch=8,
     micro_batch=2,
+    min_step_s=0.2,
 )
 # About 1.1e9 parameters.
 CUDA = Setting(
@@ -114,12 +117,11 @@ def interleave(run_dir: str, out: str, block: int, device: str) -> None:
     """
     os.environ[settings.DEVICE] = device
     run = RunDir(Path(run_dir))
-    recipe = load_spec(run).recipe
     layout, batch, precision = load_plan(run)
     original = Session.steps
 
     def steps(self: Session, *args: Any, **kwargs: Any) -> Iterator[int]:
-        bare = BareLoop(recipe, layout, batch, self.device, precision)
+        bare = BareLoop(load_spec(run).recipe, layout, batch, self.device, precision)
         pairs: list[tuple[Seconds, Seconds]] = []
         session_steps = original(self, *args, **kwargs)
         step = next(session_steps)
@@ -197,10 +199,19 @@ def _since(started: Seconds, device: torch.device) -> Seconds:
     return now[0] - started[0], now[1] - started[1]
 
 
-def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunDir:
-    run = RunDir(path)
-    (run.path / "attempts").mkdir(parents=True)
-    recipe = {
+def describe(setting: Setting) -> dict[str, Any]:
+    """Return what a step of ``setting`` depends on."""
+    names = ("model", "seq_len", "global_batch", "micro_batch", "precision", "compile")
+    return {name: getattr(setting, name) for name in names}
+
+
+def recipe(setting: Setting, blocks: int) -> Recipe:
+    """Return the recipe of a run of ``blocks`` blocks."""
+    return documents.build(_recipe_tables(setting, blocks), Recipe, "the benchmark's recipe")
+
+
+def _recipe_tables(setting: Setting, blocks: int) -> dict[str, dict[str, Any]]:
+    return {
         "model": setting.model,
         "data": {"seq_len": setting.seq_len, "max_bytes": 8_000_000},
         "stability": {"spike": ALL_SIGNALS.spike, "layer_stats_every": ALL_SIGNALS.layer_stats_every},
@@ -209,7 +220,12 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
         "checkpoint": {"every": 10**9},
         "parallel": {"compile": setting.compile},
     }
-    run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
+
+
+def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunDir:
+    run = RunDir(path)
+    (run.path / "attempts").mkdir(parents=True)
+    run.spec.write_text(tomli_w.dumps({"recipe": _recipe_tables(setting, blocks)}))
     batch = {
         "micro_batch": setting.micro_batch,
         "grad_accum": setting.global_batch // layout.data_parallel // setting.micro_batch,
@@ -244,10 +260,8 @@ def measure_layout(setting: Setting, name: str, pairs: int, *, signals: bool = F
         blocks = json.loads(out.read_text())[WARMUP:]
         spec = load_spec(run)
     ours, bare = ([p[i][0] / setting.block for p in blocks] for i in range(2))
-    if setting.device == "cpu" and statistics.median(bare) < MIN_STEP_S:
-        raise CannotRun(
-            f"{name}: a step takes {statistics.median(bare):.3f} s, which is less than the {MIN_STEP_S} s needed"
-        )
+    if statistics.median(bare) < setting.min_step_s:
+        raise CannotRun(f"{name}: a step takes {statistics.median(bare):.3f} s, less than {setting.min_step_s} s")
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     tokens = setting.global_batch * setting.seq_len
     row: dict[str, Any] = {
@@ -265,8 +279,9 @@ def measure_layout(setting: Setting, name: str, pairs: int, *, signals: bool = F
         "goal": setting.goal,
         "verdict": _verdict(ratios, setting.goal),
     }
-    peak = next((v for k, v in PEAK_FLOPS.items() if k in _device_name(setting).replace("-", " ").split()), None)
-    if peak is not None:
+    gpu = hardware.find_gpu_type(_device_name(setting))
+    if gpu is not None:
+        peak = gpu.tflops * 1e12  # dense, in 16 bit, from the data sheet
         flops = flops_per_step(spec, setting.global_batch) / layout.world_size
         row["mfu"] = {"ours": flops / statistics.median(ours) / peak, "bare": flops / statistics.median(bare) / peak}
     return row
@@ -307,9 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         setting = replace(setting, block=SIGNALS_BLOCK, goal=SIGNALS_GOAL)
     result = measure.context(("clustertrain", "torch"))
     result["device"] = _device_name(setting) or "cpu"
-    result["setting"] = {"model": setting.model, "seq_len": setting.seq_len, "global_batch": setting.global_batch,
-                         "micro_batch": setting.micro_batch, "precision": setting.precision,
-                         "compile": setting.compile}  # fmt: skip
+    result["setting"] = describe(setting)
     result["rows"] = []
     for name in options.layouts or setting.layouts:
         row = measure_layout(setting, name, options.pairs, signals=options.signals)

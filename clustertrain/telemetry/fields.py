@@ -61,7 +61,7 @@ GPU = (
     _gauge("memory_temperature_c", "°C", 1e3, "temperature of the memory", SLOW),
     _counter("ecc_corrected", "errors", "memory errors corrected since the driver was loaded", SLOW),
     _counter("ecc_uncorrected", "errors", "memory errors not corrected since the driver was loaded", SLOW),
-    _gauge("remapped_rows", "rows", 1e5, "memory rows replaced for good", SLOW),
+    _gauge("remapped_rows", "rows", 1e5, "memory rows replaced for good; pages before Ampere", SLOW),
     _gauge("remap_pending", "ratio", 1.0, "1 while a row waits to be replaced by a reset", SLOW),
     _gauge("remap_failed", "ratio", 1.0, "1 once a row could not be replaced: the board must be replaced", SLOW),
     _gauge("nvlinks_active", "links", 1e3, "NVLinks that are up", SLOW),

@@ -15,6 +15,7 @@ import pytest
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.readers.allocation import find_allocation
 from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml
 from clustertrain.telemetry.readers.nvml_events import GpuEvents
@@ -47,7 +48,9 @@ def read_by_name(reader: GpuReader, pace: fields.Pace) -> dict[str, float | None
 
 
 def test_every_field_has_a_value_or_a_reason(nvml: Nvml) -> None:
-    for device in nvml.devices():
+    devices = find_allocation(os.environ, nvml.devices()).devices  # without the boards of MIG slices
+    assert devices
+    for device in devices:
         assert device.reason is None
         assert device.uuid.startswith(("GPU-", "MIG-"))
         reader = GpuReader(nvml, device)
@@ -63,7 +66,7 @@ def test_every_field_has_a_value_or_a_reason(nvml: Nvml) -> None:
 
 
 def test_events_can_be_subscribed_without_waiting(nvml: Nvml) -> None:
-    events = GpuEvents(nvml, nvml.devices())
+    events = GpuEvents(nvml, find_allocation(os.environ, nvml.devices()).devices)
     events.open()
     assert all(e.kind in ("xid", "ecc_corrected", "ecc_uncorrected") for e in events.poll())
     for reason in events.reasons.values():
@@ -118,7 +121,8 @@ def test_values_match_nvidia_smi(nvml: Nvml, tmp_path: Path) -> None:
     if "sm_activity" not in reader.reasons:
         assert mean("sm_activity") > 0.5
         assert mean("tensor_activity") > 0.2
-    assert read_by_name(reader, SLOW)["processes"] in (1, None) or os.environ.get("SLURM_JOB_ID")
+    processes = read_by_name(reader, SLOW)["processes"]
+    assert processes is None or processes >= 1  # others may share the GPU: a monitor, a display
 
 
 def keep_busy_s(least_s: float) -> float:

@@ -71,9 +71,13 @@ def _deduplicate(devices: list[Device]) -> list[Device]:
 
 
 def _allocatable_devices(devices: Sequence[Device]) -> list[Device]:
-    """Return the GPUs, each GPU in MIG mode replaced by its slices, which alone can be allocated."""
+    """Return the GPUs, each GPU in MIG mode replaced by its slices, which alone can be allocated.
+
+    NVML counts the GPUs that a cgroup hides too, and refuses to open them. If it refuses all, none is hidden.
+    """
     mig_parents = {d.parent for d in devices}
-    return [d for d in devices if d.uuid not in mig_parents]
+    gpus = [d for d in devices if d.uuid not in mig_parents]
+    return [d for d in gpus if not (d.reason or "").startswith("NO_PERMISSION")] or gpus
 
 
 def _find_by_uuid(token: str, devices: Sequence[Device]) -> Device:

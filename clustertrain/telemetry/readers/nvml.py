@@ -164,7 +164,7 @@ class Nvml:
                 devices.append(Device(uuid=f"unreadable-{index}", index=index, reason=e.reason))
                 continue
             devices.append(device)
-            devices.extend(self._mig_devices(handle, device))
+            devices.extend(self._describe(h, index, device.uuid) for h in self._mig_handles(handle))
         return devices
 
     def refresh_handle(self, uuid: str) -> None:
@@ -241,12 +241,23 @@ class Nvml:
         Raises:
             NvmlError: the driver does not support multi-node NVLink.
         """
-        info = self.lib.c_nvmlGpuFabricInfo_t()
-        self.call("nvmlDeviceGetGpuFabricInfo", self.handles[uuid], ctypes.byref(info))
+        info = self._fabric_info(self.handles[uuid])
         cluster_uuid = bytes(info.clusterUuid)
         if info.state != self.lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster_uuid):
             return ""
         return f"{cluster_uuid.hex()}.{info.cliqueId}"
+
+    def _fabric_info(self, handle: object) -> Any:
+        info = self.lib.c_nvmlGpuFabricInfo_v2_t()
+        try:
+            self.call("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info))
+        except NvmlError as e:
+            if e.name not in ("FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH"):
+                raise
+            # Drivers before 550 have only this call, and CUDA 14 removes it.
+            info = self.lib.c_nvmlGpuFabricInfo_t()
+            self.call("nvmlDeviceGetGpuFabricInfo", handle, ctypes.byref(info))
+        return info
 
     def _describe(self, handle: object, index: int, parent: str | None) -> Device:
         uuid = str(self.call("nvmlDeviceGetUUID", handle))
@@ -264,16 +275,13 @@ class Nvml:
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
         )
 
-    def _mig_devices(self, handle: object, device: Device) -> list[Device]:
+    def _mig_handles(self, handle: object) -> list[object]:
         mode = self._call_or_none(self.call, "nvmlDeviceGetMigMode", handle)
-        if not mode or not mode[0] or device.index is None:
+        if not mode or not mode[0]:
             return []
-        devices = []
-        for i in range(self._call_or_none(self.call, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            mig_handle = self._call_or_none(self.call, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
-            if mig_handle is not None:
-                devices.append(self._describe(mig_handle, device.index, device.uuid))
-        return devices
+        count = self._call_or_none(self.call, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+        found = [self._call_or_none(self.call, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i) for i in range(count)]
+        return [h for h in found if h is not None]
 
     def read_memory(self, uuid: str, handle: object) -> MemoryInfo:
         """Return the device's memory; ``used`` excludes the driver's reserve if NVML reports it separately.
@@ -333,7 +341,23 @@ class Nvml:
         return _function_not_found if function is None else function
 
     def _lookup_handle(self, uuid: str) -> object:
-        return self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
+        try:
+            return self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
+        except NvmlError as e:
+            # Any lost GPU makes the search by UUID fail, for healthy ones too.
+            handle = self._find_by_index(uuid) if e.name == "GPU_IS_LOST" else None
+            if handle is None:
+                raise
+            return handle
+
+    def _find_by_index(self, uuid: str) -> object | None:
+        for index in range(int(self.call("nvmlDeviceGetCount"))):
+            board = self._call_or_none(self.call, "nvmlDeviceGetHandleByIndex", index)
+            handles: list[object] = [] if board is None else [board, *self._mig_handles(board)]
+            for handle in handles:
+                if self._call_or_none(self.call, "nvmlDeviceGetUUID", handle) == uuid:
+                    return handle
+        return None
 
     def error(self, code: int) -> NvmlError:
         """Return the error for an NVML return code."""

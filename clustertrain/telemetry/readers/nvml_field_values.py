@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from operator import mul
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
 _DEVICE_SCOPE = 0
 _ALL_LINKS_SCOPE = 0xFFFFFFFF  # scope of an NVLink field: the sum over all links
+_MAX_LINKS = 36  # NVML_NVLINK_MAX_LINKS
 # nvmlFieldValue_t: id, scope, two unused times, nvmlValueType_t, nvmlReturn_t, 8 bytes of value
 _FIELD_VALUE = struct.Struct("=II16xiI8s")
 _VALUE_FORMATS = [struct.Struct(s) for s in ("=d", "=I4x", "=Q", "=Q", "=q", "=i4x", "=H6x")]  # by nvmlValueType_t
@@ -27,35 +28,44 @@ _U64_TYPES = frozenset({2, 3})
 
 
 class FieldSource(NamedTuple):
-    """NVML ids whose values, summed and scaled, give a field."""
+    """NVML fields whose values, summed and scaled, give a field of ours."""
 
-    field_ids: tuple[int, ...]  # NVML_FI_DEV_*
+    keys: tuple[tuple[int, int], ...]  # NVML_FI_DEV_* and scope
     scale: float = 1.0
-    scope: int = _DEVICE_SCOPE
     needs_64_bit: bool = False  # a 32-bit counter would overflow within a second
 
 
+def _fields(*numbers: int, scopes: Iterable[int] = (_DEVICE_SCOPE,)) -> tuple[tuple[int, int], ...]:
+    return tuple((number, scope) for scope in scopes for number in numbers)
+
+
+_ALL_LINKS = (_ALL_LINKS_SCOPE,)
+
 # In order of preference. The COUNT fields of NVLink 5 support only the scope of all links.
 SOURCES: Mapping[str, tuple[FieldSource, ...]] = {
-    "energy_j": (FieldSource((83,), 1e-3),),  # TOTAL_ENERGY_CONSUMPTION, mJ
-    "pcie_tx_bytes": (FieldSource((197,), needs_64_bit=True),),  # PCIE_COUNT_TX_BYTES, since driver 555
-    "pcie_rx_bytes": (FieldSource((198,), needs_64_bit=True),),
+    "energy_j": (FieldSource(_fields(83), 1e-3),),  # TOTAL_ENERGY_CONSUMPTION, mJ
+    "pcie_tx_bytes": (FieldSource(_fields(197), needs_64_bit=True),),  # PCIE_COUNT_TX_BYTES, since driver 555
+    "pcie_rx_bytes": (FieldSource(_fields(198), needs_64_bit=True),),
     # NVLINK_THROUGHPUT_DATA_TX, KiB; NVLINK_COUNT_XMIT_BYTES from Blackwell on
     "nvlink_tx_bytes": (
-        FieldSource((138,), 1024.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
-        FieldSource((202,), 1.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
+        FieldSource(_fields(138, scopes=_ALL_LINKS), 1024.0, needs_64_bit=True),
+        FieldSource(_fields(202, scopes=_ALL_LINKS), needs_64_bit=True),
     ),
     "nvlink_rx_bytes": (
-        FieldSource((139,), 1024.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
-        FieldSource((204,), 1.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
+        FieldSource(_fields(139, scopes=_ALL_LINKS), 1024.0, needs_64_bit=True),
+        FieldSource(_fields(204, scopes=_ALL_LINKS), needs_64_bit=True),
     ),
-    "memory_temperature_c": (FieldSource((82,)),),
+    "memory_temperature_c": (FieldSource(_fields(82)),),
     "nvlink_errors": (
-        FieldSource((161, 162, 163), scope=_ALL_LINKS_SCOPE),  # NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC: Hopper
-        FieldSource((38, 45, 52, 59)),  # totals of flit CRC, data CRC, replay and recovery: before
+        # NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC of Hopper, which has no sum over all links.
+        FieldSource(_fields(161, 162, 163, scopes=range(_MAX_LINKS))),
+        FieldSource(_fields(38, 45, 52, 59)),  # totals of flit CRC, data CRC, replay and recovery: before
         # Receive errors, link integrity errors, recoveries: from Blackwell on.
-        FieldSource((208, 211, 215), scope=_ALL_LINKS_SCOPE),
+        FieldSource(_fields(208, 211, 215, scopes=_ALL_LINKS)),
     ),
+    # RETIRED_SBE, RETIRED_DBE, RETIRED_PENDING: GPUs before Ampere retire pages, later ones remap rows.
+    "remapped_rows": (FieldSource(_fields(29, 30)),),
+    "remap_pending": (FieldSource(_fields(31)),),
 }
 
 
@@ -97,13 +107,13 @@ class FieldValues:
             return list(map(mul, request.scales, request.u64_view[4::5]))
         answers = _FIELD_VALUE.iter_unpack(request.buffer)
         return [
-            self._resolve_value(name, [(s, list(islice(answers, len(s.field_ids)))) for s in sources])
+            self._resolve_value(name, [(s, list(islice(answers, len(s.keys)))) for s in sources])
             for name, sources in zip(names, request.sources, strict=True)
         ]
 
     def _build_request(self, names: tuple[str, ...]) -> FieldRequest:
         sources = tuple((self._resolved[n],) if n in self._resolved else SOURCES[n] for n in names)
-        id_scopes = [(number, s.scope) for each in sources for s in each for number in s.field_ids]
+        id_scopes = [key for each in sources for s in each for key in s.keys]
         buffer = ctypes.create_string_buffer(_FIELD_VALUE.size * len(id_scopes))
         for i, (number, scope) in enumerate(id_scopes):
             _FIELD_VALUE.pack_into(buffer, i * _FIELD_VALUE.size, number, scope, 0, 0, b"")
@@ -116,16 +126,21 @@ class FieldValues:
     def _resolve_value(self, name: str, candidates: list[tuple[FieldSource, list[Any]]]) -> float | NvmlError:
         error = None
         for source, answers in candidates:
-            error_codes = [code for _, _, _, code, _ in answers if code]
+            error_codes = [code for *_, code, _ in answers if code]
             if error_codes and (len(error_codes) == len(answers) or name in self._resolved):
-                error = error or self._nvml.error(error_codes[0])
+                error = error or self._field_error(error_codes[0])
                 continue
-            succeeded = [(number, value_type, raw) for number, _, value_type, code, raw in answers if not code]
+            succeeded = [((number, scope), kind, raw) for number, scope, kind, code, raw in answers if not code]
             if source.needs_64_bit and succeeded[0][1] == _UNSIGNED_INT:
                 return NvmlError("NOT_SUPPORTED", "the driver's 32-bit counter overflows within a second")
             if name not in self._resolved:
-                self._resolved[name] = source._replace(field_ids=tuple(number for number, _, _ in succeeded))
+                self._resolved[name] = source._replace(keys=tuple(key for key, _, _ in succeeded))
                 self._requests.clear()
             total: float = sum(_VALUE_FORMATS[value_type].unpack(raw)[0] for _, value_type, raw in succeeded)
             return source.scale * total
         return error or NvmlError("NOT_SUPPORTED")
+
+    def _field_error(self, code: int) -> NvmlError:
+        error = self._nvml.error(code)
+        # The handle is valid, otherwise the whole call would have failed.
+        return NvmlError("NOT_SUPPORTED", "this driver does not know it") if error.name == "INVALID_ARGUMENT" else error

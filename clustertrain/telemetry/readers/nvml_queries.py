@@ -24,6 +24,7 @@ _UNSUPPORTED_ERRORS = ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "INVALID_ARGUMENT"
 _SW_POWER, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE, _BOARD_LIMIT = 0x4, 0x8, 0x20, 0x40, 0x80, 0x200
 _COUNTER_FIELDS = ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 _SLOW_FIELDS = ("memory_temperature_c", "nvlink_errors")
+_RETIREMENT_FIELDS = ("remapped_rows", "remap_pending")
 _VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
 _PROCESS_BYTES = 24  # nvmlProcessInfo_v2_t
 _INSUFFICIENT_SIZE = 7  # nvmlReturn_t: the list is too short
@@ -140,7 +141,7 @@ class GpuQueries:
             Query(_SLOW_FIELDS, self._slow_fields),
             self._scalar_query("ecc_corrected", ecc_function, _CORRECTED, _VOLATILE, ctype=u64),
             self._scalar_query("ecc_uncorrected", ecc_function, _UNCORRECTED, _VOLATILE, ctype=u64),
-            Query(("remapped_rows", "remap_pending", "remap_failed"), self._remapping),
+            Query((*_RETIREMENT_FIELDS, "remap_failed"), self._remapping),
             Query(("nvlinks_active",), self._links),
             self._scalar_query("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
         )
@@ -223,7 +224,7 @@ class GpuQueries:
     def _processes(self, handle: object, requested: tuple[str, ...]) -> Values:
         code = self._list_processes(handle)
         if code and self._nvml.error(code).name == "FUNCTION_NOT_FOUND":
-            self._get_processes = self._nvml.function("nvmlDeviceGetComputeRunningProcesses_v2")  # before driver 510
+            self._get_processes = self._nvml.function("nvmlDeviceGetComputeRunningProcesses_v2")  # before driver 535
             code = self._list_processes(handle)
         if code:
             raise self._nvml.error(code)
@@ -241,7 +242,12 @@ class GpuQueries:
         return code
 
     def _remapping(self, handle: object, requested: tuple[str, ...]) -> Values:
-        corrected, uncorrected, pending, failed = self._nvml.call("nvmlDeviceGetRemappedRows", handle)
+        try:
+            corrected, uncorrected, pending, failed = self._nvml.call("nvmlDeviceGetRemappedRows", handle)
+        except NvmlError as e:
+            if e.name != "NOT_SUPPORTED":
+                raise
+            return [*self._counters.read(handle, _RETIREMENT_FIELDS), e]
         return float(corrected + uncorrected), float(bool(pending)), float(bool(failed))
 
     def _links(self, handle: object, requested: tuple[str, ...]) -> Values:

@@ -1,8 +1,8 @@
 """Run the steps from standard input on all devices of the stub; print the result of each step as JSON.
 
 A step is a list: ``["devices"]``, ``["read", PACE]``, ``["read-until", FIELD]`` (of the first device, for fields that
-need two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["listen"]``, ``["poll"]``,
-``["session"]``, ``["reopen"]``, ``["close"]``.
+need two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["drive", TEXT, T]`` (as if the
+load had run for T seconds), ``["listen"]``, ``["poll"]``, ``["session"]``, ``["reopen"]``, ``["close"]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from clustertrain.telemetry.readers.allocation import find_allocation
 from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 from clustertrain.telemetry.readers.nvml_events import GpuEvents
+
+
+def drive(text: str, load_age_s: float | None = None) -> None:
+    """Replace the stub's driving file."""
+    start = "" if load_age_s is None else f"start {clock.now() - load_age_s}\n"
+    path = Path(os.environ["NVML_STUB_FILE"])
+    path.with_suffix(".new").write_text(start + text)
+    path.with_suffix(".new").replace(path)
 
 
 class Child:
@@ -59,9 +67,7 @@ class Child:
             case "wait":
                 self.now += args[0]
             case "drive":
-                path = Path(os.environ["NVML_STUB_FILE"])
-                path.with_suffix(".new").write_text(args[0])
-                path.with_suffix(".new").replace(path)
+                drive(*args)
             case "listen":
                 self.events.open()
                 return self.events.reasons

@@ -26,6 +26,16 @@ def test_cgroup_renumbers_visible_gpus() -> None:
     assert allocated_indices({"SLURM_JOB_GPUS": "4,5"}, inside) == [0, 1]
 
 
+def test_gpus_that_a_cgroup_hides_are_not_the_jobs() -> None:
+    """nvml.h: nvmlDeviceGetCount counts GPUs that nvmlDeviceGetHandleByIndex refuses with NO_PERMISSION."""
+    hidden = [Device(f"unreadable-{i}", index=i, reason="NO_PERMISSION: refused") for i in range(4)]
+    listed = [*hidden, *(Device(f"GPU-{i}", index=i, minor=i) for i in (4, 5))]
+    for environ in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {"SLURM_STEP_GPUS": "4,5"}, {"SLURM_JOB_GPUS": "0,1"}):
+        assert allocated_indices(environ, listed) == [4, 5]
+    # Where all are refused, the job has GPUs that it cannot open.
+    assert find_allocation({}, hidden).devices == hidden
+
+
 def test_minor_number_differs_from_index() -> None:
     """jobstats#34: boards where /dev/nvidia0 is not NVML's first."""
     crossed = node(4, minors=[2, 3, 0, 1])

@@ -88,6 +88,26 @@ def test_gpu_lost_and_recovered(nvml_stub: Stub) -> None:
     assert recovered["GPU-a"]["power_w"] == 70
 
 
+def test_lost_gpu_does_not_hide_others_from_a_new_session(nvml_stub: Stub) -> None:
+    """nvml.h: nvmlDeviceGetHandleByUUID fails if any GPU is lost."""
+    boards = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\ndevice 2 uuid MIG-c\ndevice 2 parent 1\n"
+    nvml_stub.drive(boards)
+    lost = ["drive", boards + "fail 0 * 15\n"]
+    *_, after = run_steps(nvml_stub.environ(), ["read", "fast"], lost, ["reopen"], ["read", "fast"])
+    assert after["GPU-a"].startswith("lost: GPU_IS_LOST")
+    assert after["MIG-c"]["memory_used_bytes"] == 1 << 30
+
+
+def test_power_is_a_mean_of_a_second_except_on_older_gpus(nvml_stub: Stub) -> None:
+    """While power rises by 1 W per second, the mean is half a watt behind."""
+    load = "device 1 power_averaged 0\n" + "".join(f"ramp {i} power 1000 1070000\n" for i in (0, 1))
+    nvml_stub.drive(load)
+    *_, now = run_steps(nvml_stub.environ(), ["drive", load, 100], ["read", "fast"])
+    mean, momentary = (gpu["power_w"] for gpu in now.values())
+    assert mean >= 169.5
+    assert momentary - mean > 0.45
+
+
 def test_activity_is_mean_since_last_reading(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 sm_activity 80\ndevice 0 tensor_activity 40\n")
     read = ["read", "fast"]

@@ -108,20 +108,17 @@ def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
 
 
 def test_old_driver_without_newer_calls(nvml_stub: Stub) -> None:
+    nvml_stub.install_driver("470.103.01")
     nvml_stub.drive("""
+        driver 470.103.01
         device 0 uuid GPU-a
         device 0 memory_used 1000
         device 0 memory_reserved 24
         device 0 temperature 44
-        fail 0 nvmlDeviceGetMemoryInfo_v2 13
-        fail 0 nvmlDeviceGetTemperatureV 13
-        fail 0 nvmlDeviceGetFieldValues 13
-        fail 0 nvmlDeviceGetCurrentClocksEventReasons 13
-        fail 0 nvmlDeviceGetComputeRunningProcesses_v3 13
-        fail 0 nvmlGpmQueryDeviceSupport 13
         device 0 reasons 0x40
         device 0 energy 5000
         device 0 processes 2
+        fail 0 nvmlDeviceGetFieldValues 3
     """)
     reading = read_all(nvml_stub.environ())
     assert reading["devices"][0]["memory_includes_reserved"] is True
@@ -129,8 +126,24 @@ def test_old_driver_without_newer_calls(nvml_stub: Stub) -> None:
     values = reading["values"]["GPU-a"]
     assert (values["temperature_c"], values["throttle_thermal"], values["energy_j"]) == (44, 1, 5)
     assert values["processes"] == 2
-    assert values["pcie_tx_bytes"].startswith("FUNCTION_NOT_FOUND")
+    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED")
     assert values["sm_activity"].startswith("FUNCTION_NOT_FOUND")
+
+
+def test_field_that_the_driver_does_not_know(nvml_stub: Stub) -> None:
+    """The handle is valid, so the reason is not an invalid argument."""
+    nvml_stub.drive("driver 535.104.05\ndevice 0 uuid GPU-a\ndevice 0 energy 5000\n")
+    (values,) = read_all(nvml_stub.environ())["values"].values()
+    assert values["pcie_tx_bytes"] == "NOT_SUPPORTED: this driver does not know it"
+    assert values["energy_j"] == 5
+
+
+@pytest.mark.parametrize("generation", [2, 3, 4, 5])
+def test_nvlink_errors_of_each_generation(nvml_stub: Stub, generation: int) -> None:
+    """Totals before Hopper, links one by one on Hopper, a sum from Blackwell on (NVML's change log, v525 and v565)."""
+    nvml_stub.drive(f"device 0 nvlinks 12\ndevice 0 nvlink_errors 7\ndevice 0 nvlink_version {generation}\n")
+    (values,) = read_all(nvml_stub.environ())["values"].values()
+    assert values["nvlink_errors"] == 7
 
 
 def test_failure_gives_reason_not_zero(nvml_stub: Stub) -> None:
@@ -173,7 +186,9 @@ def test_error_code_affects_only_its_field(nvml_stub: Stub) -> None:
     for code, name in CODES.items():
         values = reading[f"GPU-{code}"]
         assert values["power_w"].startswith(f"{name}: ")
-        assert values["pcie_tx_bytes"].startswith(f"{name}: ")
+        # Of a single field it means that the driver does not know the field.
+        of_field = "NOT_SUPPORTED" if name == "INVALID_ARGUMENT" else name
+        assert values["pcie_tx_bytes"].startswith(f"{of_field}: ")
         assert values["pcie_rx_bytes"] == 0
         assert values["temperature_c"] == 30
 
@@ -212,7 +227,7 @@ def test_blank_values_are_rejected(nvml_stub: Stub) -> None:
 def test_nvlink5_uses_other_field_ids(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 nvlinks 18
-        device 0 nvlink5 1
+        device 0 nvlink_version 5
         device 0 nvlink_tx 1000
         device 0 nvlink_rx 2000
         device 0 nvlink_errors 3

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
+from tests.fakes.nvml import recording
 from tests.fakes.nvml.build import Stub
 
 PROGRAM = """
@@ -48,7 +51,10 @@ def test_links_and_addresses_in_rank_order(nvml_stub: Stub) -> None:
     ]
 
 
-def test_multi_node_nvlink_domain(nvml_stub: Stub) -> None:
+@pytest.mark.parametrize("missing", [(), ("nvmlDeviceGetGpuFabricInfoV",), ("nvmlDeviceGetGpuFabricInfo",)])
+def test_multi_node_nvlink_domain(nvml_stub: Stub, missing: tuple[str, ...]) -> None:
+    """Drivers before 550 have only the older call, and CUDA 14 has only the newer one."""
+    nvml_stub.remove_functions(missing)
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 nvlinks 18
@@ -58,6 +64,15 @@ def test_multi_node_nvlink_domain(nvml_stub: Stub) -> None:
     """)
     (gpu,) = read_topology(nvml_stub.environ())
     assert gpu["nvlink_domain"] == "00" * 15 + "07.4"
+
+
+def test_gb200_is_in_a_fabric_and_an_h100_board_is_not(nvml_stub: Stub) -> None:
+    domains = {}
+    for name in ("gb200", "h100"):
+        nvml_stub.drive(recording.load(name).text)
+        (gpu,) = read_topology(nvml_stub.environ())
+        domains[name] = gpu.get("nvlink_domain", "")
+    assert domains == {"gb200": "00" * 15 + "01.2", "h100": ""}
 
 
 def test_gpu_without_nvlink_or_driver_support(nvml_stub: Stub) -> None:
