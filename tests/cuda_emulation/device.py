@@ -96,7 +96,7 @@ def _default_stream(device: Any = None) -> torch.Stream:
 
 
 def _synchronize(device: Any = None) -> None:
-    torch._C._accelerator_synchronizeDevice(_index(device))
+    emulated.synchronize_device(_index(device))
 
 
 class _Runtime:

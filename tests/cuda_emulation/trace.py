@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -63,6 +64,10 @@ class Trace:
     def stop(self) -> None:
         self._emulated.set_observer(None, 0)
 
+    def assume_busy_device(self) -> None:
+        """Let each event be incomplete when it is queried for the first time."""
+        self._emulated.set_slow_events(True)
+
     def write(self, path: Path) -> None:
         """Write the events for :func:`read`, a line each."""
         with path.open("w") as file:
@@ -79,7 +84,15 @@ class Trace:
         value: int,
     ) -> None:
         place, caller = _places(sys._getframe())
+        if name.startswith("synchronize") and _is_helper_thread():
+            name += " in another thread"  # which says nothing about what the main thread launches next
         self.events.append(Event(kind, name, stream, _to_ranges(reads), _to_ranges(writes), value, place, caller))
+
+
+def _is_helper_thread() -> bool:
+    """Return whether this is a thread of Python's other than the main one; those of autograd are not."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
 
 
 def _to_ranges(pairs: Iterable[Sequence[int]]) -> tuple[Range, ...]:
@@ -107,6 +120,18 @@ def read(path: Path) -> Iterator[Event]:
             yield Event(kind, name, stream, _to_ranges(reads), _to_ranges(writes), value, place, caller)
 
 
+def _group_ranks() -> dict[str, list[int]]:
+    """Return the ranks of each of this rank's groups by the group's name."""
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    return {world.pg_names[group]: sorted(ranks) for group, ranks in world.pg_group_ranks.items()}
+
+
+def read_groups(path: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(ranks) for name, ranks in json.loads(path.read_text()).items()}
+
+
 def use_host_random_numbers() -> None:
     """Setup of a rank: draw the CPU's random numbers on the device, so that a run equals one on the CPU."""
     from tests.cuda_emulation.device import emulated
@@ -123,6 +148,7 @@ def trace_steps(first: int, last: int, *kinds: Kind) -> None:
 
     use_host_random_numbers()
     trace = Trace(*kinds)
+    trace.assume_busy_device()
     log = Session.log
 
     def traced_log(self: Session, **scalars: object) -> None:
@@ -131,6 +157,8 @@ def trace_steps(first: int, last: int, *kinds: Kind) -> None:
             trace.start()
         elif self.step == last:
             trace.stop()
-            trace.write(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], f"trace-{self.rank}.jsonl"))
+            folder = Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
+            trace.write(folder / f"trace-{self.rank}.jsonl")
+            (folder / f"groups-{self.rank}.json").write_text(json.dumps(_group_ranks()))
 
     Session.log = traced_log  # type: ignore[method-assign]

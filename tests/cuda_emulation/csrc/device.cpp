@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <atomic>
+#include <bit>
+#include <list>
 #include <map>
 #include <set>
 #include <utility>
@@ -20,18 +22,21 @@ using namespace c10;
 
 // ---- observation
 
-static void observe_free(Range range, int64_t stream);
-
 namespace {
+// Memory of the device.
+struct Block {
+  void* pointer;
+  int64_t nbytes;
+  int64_t stream;
+  DeviceIndex device;
+};
+void release(Block* block);
+
 PyObject* g_observer = nullptr;
 std::atomic<int> g_kinds{0};
 thread_local bool t_in_observer = false;
-// Memory that Python's collector frees while it runs the observer, reported afterwards.
-struct Deferred {
-  Range range;
-  int64_t stream;
-};
-thread_local std::vector<Deferred> t_deferred;
+// Memory that Python's collector frees while it runs the observer. It is reported, and given back, afterwards.
+thread_local std::vector<Block*> t_deferred;
 
 const char* name_of(Kind kind) {
   switch (kind) {
@@ -94,19 +99,8 @@ void observe(Kind kind, const std::string& name, int64_t stream, const Ranges& r
     PyGILState_Release(gil);
   }
   t_in_observer = false;
-  for (const auto& free : std::exchange(t_deferred, {})) observe_free(free.range, free.stream);
+  for (auto* block : std::exchange(t_deferred, {})) release(block);
   TORCH_CHECK(refusal.empty(), refusal);
-}
-
-static void observe_free(Range range, int64_t stream) {
-  if (t_in_observer) {
-    t_deferred.push_back({range, stream});
-    return;
-  }
-  try {
-    observe(kMemory, "free", stream, {}, {range});
-  } catch (const c10::Error&) {  // a destructor cannot raise, and the observer has noted it
-  }
 }
 
 Range range_of(const at::Tensor& t) {
@@ -117,7 +111,115 @@ Range range_of(const at::Tensor& t) {
   return {base + static_cast<uintptr_t>(t.storage_offset() * t.element_size()), (last + 1) * t.element_size()};
 }
 
+// ---- copies from the device to pinned memory
+
+namespace {
+constexpr int kUninitialized = 0xFF;  // NaN in each floating-point dtype
+
+using Clock = std::map<int64_t, int64_t>;  // how many arrivals of each stream are over
+
+struct Arrival {
+  char* to;
+  std::vector<char> contents;
+  int64_t stream, time;
+};
+
+std::mutex g_arrival_mutex;
+std::list<Arrival> g_arrivals;
+std::map<int64_t, Clock> g_stream_clocks, g_event_clocks;
+
+void merge(Clock& clock, const Clock& other) {
+  for (const auto& [stream, time] : other) clock[stream] = std::max(clock[stream], time);
+}
+
+template <class Predicate>
+void arrive_if(Predicate predicate) {
+  for (auto arrival = g_arrivals.begin(); arrival != g_arrivals.end();) {
+    if (predicate(*arrival)) {
+      memcpy(arrival->to, arrival->contents.data(), arrival->contents.size());
+      arrival = g_arrivals.erase(arrival);
+    } else {
+      ++arrival;
+    }
+  }
+}
+
+void arrive_until(const Clock& clock) {
+  arrive_if([&](const Arrival& a) {
+    const auto time = clock.find(a.stream);
+    return time != clock.end() && time->second >= a.time;
+  });
+}
+
+bool overlaps(const Arrival& arrival, const char* begin, int64_t nbytes) {
+  return arrival.to < begin + nbytes && begin < arrival.to + arrival.contents.size();
+}
+
+// Nothing arrives in memory that is gone.
+void forget_arrivals(const void* pointer, int64_t nbytes) {
+  std::lock_guard<std::mutex> lock(g_arrival_mutex);
+  g_arrivals.remove_if([&](const Arrival& a) { return overlaps(a, static_cast<const char*>(pointer), nbytes); });
+}
+}  // namespace
+
+void defer_arrival(void* to, int64_t nbytes, int64_t stream) {
+  std::lock_guard<std::mutex> lock(g_arrival_mutex);
+  auto* begin = static_cast<char*>(to);
+  const auto time = ++g_stream_clocks[stream][stream];
+  g_arrivals.push_back({begin, std::vector<char>(begin, begin + nbytes), stream, time});
+  memset(to, kUninitialized, static_cast<size_t>(nbytes));
+}
+
+void settle(const void* pointer, int64_t nbytes) {
+  std::lock_guard<std::mutex> lock(g_arrival_mutex);
+  arrive_if([&](const Arrival& a) { return overlaps(a, static_cast<const char*>(pointer), nbytes); });
+}
+
 // ---- devices, streams, events
+
+namespace {
+// Each reports what orders streams, and the host's waits, and lets the copies arrive that a wait covers.
+
+void record_event(int64_t event, int64_t stream) {
+  {
+    std::lock_guard<std::mutex> lock(g_arrival_mutex);
+    g_event_clocks[event] = g_stream_clocks[stream];
+  }
+  observe(kStream, "record_event", stream, {}, {}, event);
+}
+
+void wait_event(int64_t event, int64_t stream) {
+  {
+    std::lock_guard<std::mutex> lock(g_arrival_mutex);
+    merge(g_stream_clocks[stream], g_event_clocks[event]);
+  }
+  observe(kStream, "wait_event", stream, {}, {}, event);
+}
+
+void synchronize_event(int64_t event) {
+  {
+    std::lock_guard<std::mutex> lock(g_arrival_mutex);
+    arrive_until(g_event_clocks[event]);
+  }
+  observe(kStream, "synchronize_event", 0, {}, {}, event);
+}
+
+void synchronize_all() {
+  {
+    std::lock_guard<std::mutex> lock(g_arrival_mutex);
+    arrive_if([](const Arrival&) { return true; });
+  }
+  observe(kStream, "synchronize_device");
+}
+}  // namespace
+
+void synchronize_stream(int64_t stream) {
+  {
+    std::lock_guard<std::mutex> lock(g_arrival_mutex);
+    arrive_until(g_stream_clocks[stream]);
+  }
+  observe(kStream, "synchronize_stream", stream);
+}
 
 namespace {
 thread_local DeviceIndex t_device = 0;
@@ -157,10 +259,10 @@ struct EmulatedGuard final : impl::DeviceGuardImplInterface {
       std::lock_guard<std::mutex> lock(g_mutex);
       g_unqueried_events.insert(event_id(*event));
     }
-    observe(kStream, "record_event", s.id(), {}, {}, event_id(*event));
+    record_event(event_id(*event), s.id());
   }
   void block(void* event, const Stream& s) const override {
-    if (event != nullptr) observe(kStream, "wait_event", s.id(), {}, {}, event_id(event));
+    if (event != nullptr) wait_event(event_id(event), s.id());
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
@@ -168,25 +270,25 @@ struct EmulatedGuard final : impl::DeviceGuardImplInterface {
       std::lock_guard<std::mutex> lock(g_mutex);
       if (g_unqueried_events.erase(event_id(event)) > 0) return false;
     }
-    observe(kStream, "synchronize_event", 0, {}, {}, event_id(event));
+    synchronize_event(event_id(event));
     return true;
   }
   DeviceIndex deviceCount() const noexcept override { return kDeviceCount; }
   bool queryStream(const Stream& s) const override {
-    observe(kStream, "synchronize_stream", s.id());
+    synchronize_stream(s.id());
     return true;
   }
   void synchronizeStream(const Stream& s) const override {
-    observe(kStream, "synchronize_stream", s.id());
+    synchronize_stream(s.id());
     observe(kSync, "stream.synchronize");
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
-    observe(kStream, "synchronize_event", 0, {}, {}, event_id(event));
+    synchronize_event(event_id(event));
     observe(kSync, "event.synchronize");
   }
   void synchronizeDevice(const DeviceIndex) const override {
-    observe(kStream, "synchronize_device");
+    synchronize_all();
     observe(kSync, "device.synchronize");
   }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
@@ -210,32 +312,30 @@ void set_slow_events(bool slow) { g_slow_events = slow; }
 
 namespace {
 constexpr size_t kBlockBytes = 512;  // what CUDACachingAllocator rounds to
-constexpr int kUninitialized = 0xFF;  // NaN in each floating-point dtype
-
 MemoryStats g_stats[kDeviceCount];
 int64_t g_capacity = 0;  // 0: as much as the host has
 std::map<uintptr_t, int64_t> g_pinned;
-std::atomic<int64_t> g_pinned_allocations{0};
 
-struct Block {
-  void* pointer;
-  int64_t nbytes;
-  int64_t stream;
-  DeviceIndex device;
-};
-
-void free_block(void* context) {
-  auto* block = static_cast<Block*>(context);
+void release(Block* block) {
+  if (t_in_observer) {
+    t_deferred.push_back(block);
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     g_stats[block->device].allocated -= block->nbytes;
   }
   if (block->nbytes > 0) {
-    observe_free({reinterpret_cast<uintptr_t>(block->pointer), block->nbytes}, block->stream);
+    try {
+      observe(kMemory, "free", block->stream, {}, {{reinterpret_cast<uintptr_t>(block->pointer), block->nbytes}});
+    } catch (const c10::Error&) {  // a destructor cannot raise, and the observer has noted it
+    }
   }
   free(block->pointer);
   delete block;
 }
+
+void free_block(void* context) { release(static_cast<Block*>(context)); }
 
 struct DeviceAllocator final : Allocator {
   DataPtr allocate(size_t requested) override {
@@ -264,26 +364,44 @@ struct DeviceAllocator final : Allocator {
 };
 DeviceAllocator g_device_allocator;
 
-void free_pinned(void* pointer) {
+// Blocks of pinned memory by size, for the next tensor.
+std::multimap<size_t, void*> g_free_pinned;
+
+void free_pinned(void* context) {
+  auto* block = static_cast<std::pair<size_t, void*>*>(context);
+  if (block == nullptr) return;
+  forget_arrivals(block->second, static_cast<int64_t>(block->first));
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    g_pinned.erase(reinterpret_cast<uintptr_t>(pointer));
+    g_pinned.erase(reinterpret_cast<uintptr_t>(block->second));
+    g_free_pinned.emplace(block->first, block->second);
   }
-  free(pointer);
+  delete block;
 }
 
-// Like CachingHostAllocator, it keeps a block until the copies that use it are done, so freeing one is no hazard.
+// Like CachingHostAllocator, it rounds sizes to powers of two and reuses memory when the copies that use it are over, so
+// only new blocks cost a call of CUDA.
 struct PinnedAllocator final : Allocator {
-  DataPtr allocate(size_t nbytes) override {
+  DataPtr allocate(size_t requested) override {
+    if (requested == 0) return {nullptr, nullptr, &free_pinned, Device(DeviceType::CPU)};
+    const size_t nbytes = std::max(kBlockBytes, std::bit_ceil(requested));
     void* pointer = nullptr;
-    if (nbytes > 0) {
-      TORCH_CHECK(posix_memalign(&pointer, kBlockBytes, nbytes) == 0, "no host memory left");
-      register_pinned(reinterpret_cast<uintptr_t>(pointer), static_cast<int64_t>(nbytes));
-      g_pinned_allocations++;
+    {
+      std::lock_guard<std::mutex> lock(g_mutex);
+      const auto block = g_free_pinned.find(nbytes);
+      if (block != g_free_pinned.end()) {
+        pointer = block->second;
+        g_free_pinned.erase(block);
+      }
     }
-    return {pointer, pointer, &free_pinned, Device(DeviceType::CPU)};
+    if (pointer == nullptr) {
+      TORCH_CHECK(posix_memalign(&pointer, kBlockBytes, nbytes) == 0, "no host memory left");
+      observe(kSync, "allocation of pinned memory", 0, {}, {}, static_cast<int64_t>(nbytes));
+    }
+    register_pinned(reinterpret_cast<uintptr_t>(pointer), static_cast<int64_t>(nbytes));
+    return {pointer, new std::pair<size_t, void*>(nbytes, pointer), &free_pinned, Device(DeviceType::CPU)};
   }
-  DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
 };
 PinnedAllocator g_pinned_allocator;
@@ -312,6 +430,7 @@ void unregister_pinned(uintptr_t pointer) {
     nbytes = g_pinned[pointer];
     g_pinned.erase(pointer);
   }
+  forget_arrivals(reinterpret_cast<const void*>(pointer), nbytes);
   observe(kMemory, "unregister", 0, {}, {{pointer, nbytes}});
 }
 
@@ -326,7 +445,6 @@ void reset_peak(DeviceIndex index) {
 }
 
 void set_capacity(int64_t nbytes) { g_capacity = nbytes; }
-int64_t pinned_allocations() { return g_pinned_allocations; }
 
 // ---- tensors
 

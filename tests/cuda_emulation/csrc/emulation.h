@@ -47,6 +47,8 @@ c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);
 int64_t current_stream_id();
 int64_t new_stream_id();
+// The host waits for the stream.
+void synchronize_stream(int64_t stream);
 
 c10::Allocator* device_allocator();
 bool is_pinned(const void* pointer);
@@ -59,7 +61,14 @@ struct MemoryStats {
 MemoryStats memory_stats(c10::DeviceIndex index);
 void reset_peak(c10::DeviceIndex index);
 void set_capacity(int64_t nbytes);
-int64_t pinned_allocations();
+
+// ---- copies from the device to pinned memory, which arrive when the host has waited for them
+
+// The memory at `to` has other contents until a wait of the host that covers `stream` as it is now.
+void defer_arrival(void* to, int64_t nbytes, int64_t stream);
+// Lets what is still on its way to the memory arrive, because the device reads it.
+void settle(const void* pointer, int64_t nbytes);
+
 // With this, an event's first query after each recording answers "not complete".
 void set_slow_events(bool slow);
 

@@ -55,16 +55,21 @@ at::Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<Sca
                                            dtype.value_or(ScalarType::Float));
 }
 
-// Reports a copy between host and device: blocking ones, and those of pageable memory, which also wait.
-void report_transfer(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+// What a copy between host and device does to the host: it waits for blocking ones and for those of pageable memory. Any
+// other from the device arrives later.
+void finish_transfer(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const auto nbytes = static_cast<int64_t>(from.numel() * from.element_size());
   const bool pinned = is_pinned((is_cuda(to) ? from : to).const_data_ptr());
   const std::string direction = is_cuda(to) ? "host to device" : "device to host";
   if (!non_blocking) {
-    observe(kStream, "synchronize_stream", current_stream_id());
+    synchronize_stream(current_stream_id());
     observe(kSync, "blocking copy, " + direction, 0, {}, {}, nbytes);
   } else if (!pinned) {
+    if (is_cuda(from)) synchronize_stream(current_stream_id());
     observe(kSync, "copy of pageable memory, " + direction, 0, {}, {}, nbytes);
+  } else if (is_cuda(from)) {
+    const Range range = range_of(to);
+    defer_arrival(reinterpret_cast<void*>(range.begin), range.nbytes, current_stream_id());
   }
 }
 
@@ -73,21 +78,20 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (is_observed(kKernel)) {
     observe(kKernel, "aten::copy_", current_stream_id(), {range_of(source)}, {range_of(self)});
   }
+  if (!is_cuda(source)) settle(source.const_data_ptr(), range_of(source).nbytes);
   at::Tensor to = is_cuda(self) ? host_alias(self) : self;
   at::Tensor from = is_cuda(source) ? host_alias(source) : source;
   {
     at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
   }
-  if (is_cuda(self) != is_cuda(source)) report_transfer(self, source, non_blocking);
+  if (is_cuda(self) != is_cuda(source)) finish_transfer(self, source, non_blocking);
   return self;
 }
 
 Scalar local_scalar_dense(const at::Tensor& self) {
-  if (is_observed(kKernel)) {
-    observe(kKernel, "aten::_local_scalar_dense", current_stream_id(), {range_of(self)});
-    observe(kStream, "synchronize_stream", current_stream_id());
-  }
+  if (is_observed(kKernel)) observe(kKernel, "aten::_local_scalar_dense", current_stream_id(), {range_of(self)});
+  synchronize_stream(current_stream_id());
   observe(kSync, "item");
   return host_alias(self).item();
 }
@@ -142,12 +146,12 @@ class Call {
                 static_cast<int>(index()), " and cpu! (emulated ", name_, ")");
     TORCH_CHECK(device_ < 0 || device_ == current_device(), "emulated ", name_, " runs on cuda:",
                 static_cast<int>(device_), " while cuda:", static_cast<int>(current_device()), " is current");
-    const bool waits = kSynchronize.count(name_) > 0 || indexes_by_mask_;
+    const bool waits = kSynchronize.count(name_) > 0;
     call_kernel();
     if (is_observed(kKernel) && !is_view()) report_kernel();
     if (waits) {
-      observe(kStream, "synchronize_stream", current_stream_id());
-      observe(kSync, indexes_by_mask_ ? "index with a mask" : name_);
+      synchronize_stream(current_stream_id());
+      observe(kSync, name_);
     }
     adopt_resized();
     const size_t returns = op_.schema().returns().size();
@@ -180,7 +184,6 @@ class Call {
     auto& value = (*stack_)[i];
     const auto* alias = op_.schema().arguments()[i - first_].alias_info();
     const bool is_written = alias != nullptr && alias->isWrite();
-    if (value.isOptionalTensorList()) note_masks(value, i);
     if (value.isDevice() && value.toDevice().is_cuda()) {
       if (device_ < 0) device_ = value.toDevice().index();
       value = IValue(Device(DeviceType::CPU));
@@ -189,17 +192,6 @@ class Call {
       value = IValue();
     } else {
       map_tensors(value, [&](const at::Tensor& t) { return to_host(t, is_written); });
-    }
-  }
-
-  // Indexing with a mask on the device calls nonzero. A fill with one value of the host does not: it becomes
-  // masked_fill.
-  void note_masks(const IValue& indices, size_t i) {
-    const IValue* values = i + 1 < stack_->size() ? &(*stack_)[i + 1] : nullptr;
-    const bool is_fill = values != nullptr && values->isTensor() && values->toTensor().numel() == 1 &&
-                         !is_cuda(values->toTensor());
-    for (const std::optional<at::Tensor> t : indices.toOptionalTensorList()) {
-      indexes_by_mask_ |= t && is_cuda(*t) && t->scalar_type() == ScalarType::Bool && !is_fill;
     }
   }
 
@@ -274,7 +266,7 @@ class Call {
   std::string name_;
   size_t first_ = 0;
   DeviceIndex device_ = -1;
-  bool has_host_tensor_ = false, indexes_by_mask_ = false;
+  bool has_host_tensor_ = false;
   std::optional<at::Generator> generator_;
   std::vector<std::pair<at::Tensor, at::Tensor>> aliases_;  // of the device, of the host
   Ranges reads_, writes_;

@@ -3,6 +3,7 @@
 
 #include "nccl.h"
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -50,10 +51,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("reset_peak", [](int index) { reset_peak(static_cast<c10::DeviceIndex>(index)); });
   m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
+  m.def("synchronize_device", [](int index) {
+    c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->synchronizeDevice(static_cast<c10::DeviceIndex>(index));
+  });
   m.def("set_capacity", &set_capacity);
   m.def("set_host_random", &set_host_random);
   m.def("set_slow_events", &set_slow_events);
-  m.def("pinned_allocations", &pinned_allocations);
   m.def("register_pinned", &register_pinned);
   m.def("unregister_pinned", &unregister_pinned);
   m.def("resize_storage", [](const at::Tensor& view, int64_t nbytes) {

@@ -208,7 +208,7 @@ class EmulatedNCCL final : public c10d::Backend {
   InnerWork barrier(const c10d::BarrierOptions& o) override {
     sign("barrier", {}, -1);
     gloo_->barrier(o)->wait();
-    observe(kStream, "synchronize_device");  // NCCL's barrier blocks the host
+    synchronize_stream(current_stream_id());  // NCCL's barrier blocks the host
     observe(kSync, "barrier");
     auto work = make_intrusive<Work>(Tensors{}, Tensors{}, current_stream_id(), false);
     work->launched(nullptr);

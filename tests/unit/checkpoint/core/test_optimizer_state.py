@@ -127,6 +127,21 @@ def test_restore_before_first_step(name: str, tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("saved_fused", "own_fused"), [(False, True), (True, False)])
+def test_kernels_are_the_resumed_run_s(saved_fused: bool, own_fused: bool, tmp_path: Path) -> None:
+    """A checkpoint from another device or layout has other values of fused and foreach."""
+    states = []
+    for fused in (saved_fused, own_fused):
+        model = Net()
+        states.append({"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01, fused=fused)})
+    train(states[0], 0, 2)
+    assert manager(tmp_path, "raw").save(2, states[0], {}) is not None
+    assert manager(tmp_path, "raw").restore(states[1]) is not None
+    (group,) = states[1]["optimizer"].param_groups
+    assert group["fused"] is own_fused and group["lr"] == 0.01
+    train(states[1], 2, 3)
+
+
 def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = make_state("adamw")
     train(saved, 0, 1)

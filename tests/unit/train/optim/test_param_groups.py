@@ -274,6 +274,12 @@ def test_recipe_defaults() -> None:
     assert registry.build_options(OptimSpec(name="sgd"), is_text=True, device=torch.device("cuda"))["fused"] is True
 
 
+@pytest.mark.parametrize(("cls", "is_fused"), [(torch.optim.SGD, False), (torch.optim.AdamW, True)])
+def test_only_fused_kernels_for_dtensors_are_used_on_them(cls: type[torch.optim.Optimizer], is_fused: bool) -> None:
+    options = registry.adapt_to_dtensors(cls, {"lr": 0.1, "fused": True, "foreach": None})
+    assert options == {"lr": 0.1, "fused": is_fused, "foreach": None if is_fused else True}
+
+
 def test_sgd_with_unfreeze_is_not_fused() -> None:
     """Fused SGD needs momentum for all or none of a group's parameters."""
     spec = OptimSpec(name="sgd", freeze=("embed",), unfreeze=(UnfreezeSpec(step=3, modules=("embed",)),))

@@ -1,0 +1,191 @@
+"""Faults for a rank: each setup breaks the trainer in a way that a CPU run would not show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clustertrain.checkpoint.save.staging import StagingBuffer
+from clustertrain.train.core import seeds
+from clustertrain.train.core.async_copy import AsyncCopy
+from clustertrain.train.data import prefetch
+from clustertrain.train.data.prefetch import DeviceTransfer
+from clustertrain.train.distributed import grad_norm, parallelize
+from clustertrain.train.step import train_step
+from clustertrain.train.step.train_step import TrainStep
+
+
+def _before_update(act: Callable[[TrainStep, torch.Tensor], object]) -> None:
+    """Call ``act`` with the loss sums of each step before its update."""
+    update = TrainStep._update
+
+    def changed(self: TrainStep, totals: torch.Tensor, *args: Any) -> Any:
+        act(self, totals)
+        return update(self, totals, *args)
+
+    TrainStep._update = changed  # type: ignore[method-assign]
+
+
+# -- a tensor on the wrong device
+
+
+def batch_stays_on_host() -> None:
+    DeviceTransfer.__call__ = lambda self, batch: batch  # type: ignore[method-assign]
+
+
+def parameters_stay_on_host() -> None:
+    parallelize._move_to_device = lambda part, device, offload: part._apply(  # type: ignore[assignment]
+        lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t
+    )
+
+
+def statistics_on_host() -> None:
+    _before_update(lambda step, totals: totals + torch.ones(totals.shape))
+
+
+# -- a tensor handed to a group of the other device
+
+
+def cpu_tensor_to_nccl() -> None:
+    _before_update(lambda step, totals: dist.all_reduce(torch.ones(1)))
+
+
+def cpu_norm_to_nccl() -> None:
+    original = grad_norm.local_squared_norm
+    train_step.local_squared_norm = lambda *args, **kwargs: original(*args, **kwargs).cpu()  # type: ignore[attr-defined]
+
+
+def cuda_tensor_to_gloo() -> None:
+    def reduce(step: TrainStep, totals: torch.Tensor) -> None:
+        assert step._groups.stop is not None
+        step._groups.stop._levels[0].gloo.allreduce([totals]).wait()
+
+    _before_update(reduce)
+
+
+# -- a hidden wait of the host
+
+
+def item() -> None:
+    _before_update(lambda step, totals: totals.sum().item())
+
+
+def boolean() -> None:
+    _before_update(lambda step, totals: bool(totals.isfinite().all()))
+
+
+def nonzero() -> None:
+    _before_update(lambda step, totals: totals.nonzero())
+
+
+def blocking_copy() -> None:
+    _before_update(lambda step, totals: totals.cpu())
+
+
+def pageable_copy() -> None:
+    _before_update(lambda step, totals: torch.ones(4).to(totals.device, non_blocking=True))
+
+
+def pinned_allocation() -> None:
+    kept: list[torch.Tensor] = []
+    _before_update(lambda step, totals: kept.append(torch.empty(1 << 12, pin_memory=True)))
+
+
+# -- use of a tensor on a stream without an event
+
+
+def transfer_without_wait() -> None:
+    """The step does not wait for its batch."""
+
+    def call(self: DeviceTransfer, batch: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            return prefetch._copy_to_device(batch, self._device, torch.cuda.current_stream(self._device))
+
+    DeviceTransfer.__call__ = call  # type: ignore[method-assign]
+
+
+def staging_without_wait() -> None:
+    """The copy of a checkpoint and the step do not wait for each other."""
+    stage, current_stream = StagingBuffer.stage, torch.cuda.current_stream
+
+    def changed(self: StagingBuffer, *args: Any) -> Any:
+        torch.cuda.current_stream = lambda device=None: torch.cuda.Stream(device)  # type: ignore[assignment]
+        try:
+            return stage(self, *args)
+        finally:
+            torch.cuda.current_stream = current_stream
+
+    StagingBuffer.stage = changed  # type: ignore[method-assign]
+
+
+def values_on_another_stream() -> None:
+    """A kernel on a side stream changes values that the step then reads."""
+    side = torch.cuda.Stream()
+
+    def change(step: TrainStep, totals: torch.Tensor) -> None:
+        with torch.cuda.stream(side):
+            totals.add_(0)
+
+    _before_update(change)
+
+
+# -- memory freed while a copy is under way
+
+
+def transfer_without_record_stream() -> None:
+    """The memory of the samples' positions goes to the next transfer while dropout still reads them."""
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+
+
+def temporary_of_another_stream() -> None:
+    """A side stream reads a temporary that is freed before the stream has run."""
+    side = torch.cuda.Stream()
+
+    def copy(step: TrainStep, totals: torch.Tensor) -> None:
+        temporary = totals * 2
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            temporary.to("cpu", non_blocking=True)
+
+    _before_update(copy)
+
+
+def unpinned_during_copy() -> None:
+    """Memory is unpinned while the device still writes to it."""
+    host = torch.empty(512, dtype=torch.float64)
+
+    def copy(step: TrainStep, totals: torch.Tensor) -> None:
+        runtime = torch.cuda.cudart()
+        runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+        host[: totals.numel()].copy_(totals, non_blocking=True)
+        runtime.cudaHostUnregister(host.data_ptr())
+
+    _before_update(copy)
+
+
+# -- a value read before its copy has arrived
+
+
+def metrics_read_too_early() -> None:
+    original = AsyncCopy.__init__
+
+    def init(self: AsyncCopy, *args: Any) -> None:
+        original(self, *args)
+        self._copy_done = None
+
+    AsyncCopy.__init__ = init  # type: ignore[method-assign]
+
+
+# -- random numbers of the device that are not restored
+
+
+def cuda_state_not_saved() -> None:
+    capture = seeds.capture_rng_state
+    seeds.capture_rng_state = lambda device: {k: v for k, v in capture(device).items() if k != "cuda"}
+
+
+def cuda_state_not_restored() -> None:
+    torch.cuda.set_rng_state = lambda *args: None  # type: ignore[assignment]

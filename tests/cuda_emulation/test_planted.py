@@ -1,0 +1,101 @@
+"""The emulated device and its checkers catch faults that are planted in the trainer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.plan.layout import Layout
+from tests.cuda_emulation import planted, trace
+from tests.cuda_emulation.races import RaceChecker
+from tests.cuda_emulation.sync_budget import expected_syncs
+from tests.ranks.rank_pool import Ranks, make_run
+
+pytestmark = [pytest.mark.ranks, pytest.mark.emulated]
+TWO = Layout(strategy="ddp", dp_replicate=2)
+ONE = Layout()
+Setup = Callable[[], None]
+
+
+def _trace_with(fault: Setup, *kinds: trace.Kind) -> None:
+    trace.trace_steps(2, 3, *kinds)
+    fault()
+
+
+def _run(folder: Path, layout: Layout, setup: Callable[..., None], *args: Any, every: int = 100) -> Ranks:
+    run = make_run(folder / "run", layout, layout.world_size, steps=4, every=every, model={"dropout": 0.1})
+    return Ranks(run, layout.world_size, setup=setup, args=args)
+
+
+def _events(ranks: Ranks) -> list[trace.Event]:
+    return list(trace.read(ranks.rank_dir / "trace-0.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (planted.batch_stays_on_host, "device"),
+        (planted.parameters_stay_on_host, "device"),
+        (planted.statistics_on_host, "device"),
+        (planted.cpu_tensor_to_nccl, "No backend type associated with device type cpu"),
+        (planted.cpu_norm_to_nccl, "device"),
+        (planted.cuda_tensor_to_gloo, "cuda|CUDA"),
+    ],
+)
+def test_wrong_placement_fails_the_run(tmp_path: Path, fault: Setup, message: str) -> None:
+    ranks = _run(tmp_path, TWO, fault)
+    assert all(ranks.wait())
+    assert re.search(message, ranks.logs())
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (planted.item, "item"),
+        (planted.boolean, "item"),
+        (planted.nonzero, "aten::nonzero"),
+        (planted.blocking_copy, "blocking copy, device to host"),
+        (planted.pageable_copy, "copy of pageable memory, host to device"),
+        (planted.pinned_allocation, "allocation of pinned memory"),
+    ],
+)
+def test_hidden_wait_exceeds_the_budget(tmp_path: Path, fault: Setup, name: str) -> None:
+    ranks = _run(tmp_path, ONE, _trace_with, fault, "sync").expect(0)
+    syncs = Counter((e.name, e.place) for e in _events(ranks))
+    unexpected = {what for (what, place), n in syncs.items() if n / 2 != expected_syncs("ddp", 0).get((what, place))}
+    assert name in unexpected
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (planted.transfer_without_wait, "unordered"),
+        (planted.staging_without_wait, "unordered"),
+        (planted.values_on_another_stream, "unordered"),
+        (planted.transfer_without_record_stream, "freed while in use"),
+        (planted.temporary_of_another_stream, "freed while in use"),
+        (planted.unpinned_during_copy, "freed while in use"),
+    ],
+)
+def test_race_is_found(tmp_path: Path, fault: Setup, reason: str) -> None:
+    ranks = _run(tmp_path, ONE, _trace_with, fault, every=2).expect(0)
+    races = list(map(str, RaceChecker().check(_events(ranks))))
+    assert any(reason in race for race in races), races
+
+
+def test_no_race_while_a_checkpoint_is_staged(tmp_path: Path) -> None:
+    ranks = _run(tmp_path, ONE, trace.trace_steps, 2, 3, every=2).expect(0)
+    assert any("staging" in e.place for e in _events(ranks))
+    assert RaceChecker().check(_events(ranks)) == []
+
+
+def test_value_read_before_its_copy_arrives_is_not_the_value(tmp_path: Path) -> None:
+    expected = _run(tmp_path / "right", ONE, trace.use_host_random_numbers).expect(0).losses()
+    ranks = _run(tmp_path / "wrong", ONE, planted.metrics_read_too_early)
+    ranks.wait()
+    assert ranks.losses() != expected
