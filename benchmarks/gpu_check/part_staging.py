@@ -25,7 +25,7 @@ from benchmarks import measure
 from benchmarks.cold import MEMORY_FILE_SYSTEMS, file_system
 from benchmarks.gpu_check.parts import Figures, run_main
 from benchmarks.measure import CannotRun
-from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save.staging import available_memory
 

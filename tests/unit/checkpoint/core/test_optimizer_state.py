@@ -130,7 +130,7 @@ def test_restore_before_first_step(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("saved_fused", "own_fused"), [(False, True), (True, False)])
 def test_kernels_are_the_resumed_run_s(saved_fused: bool, own_fused: bool, tmp_path: Path) -> None:
     """A checkpoint from another device or layout has other values of fused and foreach."""
-    states = []
+    states: list[dict[str, Any]] = []
     for fused in (saved_fused, own_fused):
         model = Net()
         states.append({"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01, fused=fused)})
