@@ -1,0 +1,41 @@
+"""The ranks' tests that do not run on the emulated device, and why.
+
+A key is the beginning of test ids: a file, a function of it or one of its cases. All else must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OWN_PROCESSES = "starts its own processes on the CPU"
+NO_RANKS = "starts no rank: it computes in the test's process, on the CPU"
+GLOO_TEAM = "restores tensors of the CPU in a gloo group of its own"
+COMPILER = "Inductor compiles CUDA kernels, which need a GPU"
+HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
+
+UNSUPPORTED: Mapping[str, str] = {
+    "tests/ranks/test_compile_and_fp8.py::test_compiled_blocks": COMPILER,
+    "tests/ranks/test_compile_trial.py": COMPILER,
+    "tests/ranks/test_current_folder.py": OWN_PROCESSES,
+    "tests/ranks/test_custom_model_count.py": NO_RANKS,
+    "tests/ranks/test_diagnose.py": OWN_PROCESSES,
+    "tests/ranks/test_faults.py::test_cuda_without_gpu_is_refused": HAS_GPU,
+    "tests/ranks/test_faults.py::test_killed_agent_ends_its_ranks_and_run_resumes": OWN_PROCESSES,
+    "tests/ranks/test_find_micro_batch.py": OWN_PROCESSES,
+    "tests/ranks/test_heartbeats.py::test_agent_observes_all_phases_of_both_ranks": OWN_PROCESSES,
+    "tests/ranks/test_local_backend.py": OWN_PROCESSES,
+    "tests/ranks/test_measured_rates.py": OWN_PROCESSES,
+    "tests/ranks/test_plan_memory_counted.py": NO_RANKS,
+    "tests/ranks/test_script.py::test_example_under_torchrun_stops_on_warning_and_resumes": OWN_PROCESSES,
+    "tests/ranks/test_script.py::test_session_in_plain_python_writes_its_record": OWN_PROCESSES,
+    "tests/ranks/test_script.py::test_standalone_script_stops_on_sigterm_and_resumes": OWN_PROCESSES,
+    "tests/ranks/test_script_endings.py": OWN_PROCESSES,
+    "tests/ranks/test_shared_reads.py": GLOO_TEAM,
+    "tests/ranks/test_telemetry_live.py": OWN_PROCESSES,
+    "tests/ranks/test_tracked_sweep.py": OWN_PROCESSES,
+}
+
+
+def reason(test_id: str) -> str | None:
+    """Return why the test cannot run on the emulated device, or None."""
+    return next((reason for start, reason in UNSUPPORTED.items() if test_id.startswith(start)), None)
