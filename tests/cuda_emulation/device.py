@@ -220,6 +220,18 @@ def _register_nccl() -> None:
     distributed_c10d._new_process_group_helper = new_process_group_helper
 
 
+def _replace_inductor() -> None:
+    """Inductor's CUDA kernels need a GPU: torch.compile captures and differentiates graphs, which then run eagerly."""
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def wrapper_call(_: Any, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_options: Any) -> Any:
+        return aot_eager(graph, inputs)
+
+    torch._TorchCompileInductorWrapper.__call__ = wrapper_call  # type: ignore[method-assign]
+    torch._dynamo.backends.registry._COMPILER_FNS["inductor"] = aot_eager
+
+
 _replace_cuda_functions()
 _replace_storage_functions()
+_replace_inductor()
 _register_nccl()

@@ -14,7 +14,6 @@ COMPILER = "Inductor compiles CUDA kernels, which need a GPU"
 HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "tests/ranks/test_compile_and_fp8.py::test_compiled_blocks": COMPILER,
     "tests/ranks/test_compile_trial.py": COMPILER,
     "tests/ranks/test_current_folder.py": OWN_PROCESSES,
     "tests/ranks/test_custom_model_count.py": NO_RANKS,
