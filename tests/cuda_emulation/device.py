@@ -211,8 +211,9 @@ def _register_nccl() -> None:
         init(backend.replace("nccl", _BACKEND) if backend else None, *args, **kwargs)
 
     def new_process_group_helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = str(backend).replace("nccl", _BACKEND)
         group, store = helper(size, rank, ranks, backend, *args, **kwargs)
-        if _BACKEND in str(backend) and isinstance(group, dist.ProcessGroup):
+        if _BACKEND in backend and isinstance(group, dist.ProcessGroup):
             group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # as torch does for NCCL
         return group, store
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 
 OWN_PROCESSES = "starts its own processes on the CPU"
 NO_RANKS = "starts no rank: it computes in the test's process, on the CPU"
-GLOO_TEAM = "restores tensors of the CPU in a gloo group of its own"
-COMPILER = "Inductor compiles CUDA kernels, which need a GPU"
+COMPILER = "breaks the CPU's compiler, and Inductor's for CUDA needs a GPU"
 HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "tests/ranks/test_compile_trial.py": COMPILER,
+    "tests/ranks/test_compile_trial.py::test_failed_compiler_on_one_rank_keeps_all_ranks_eager": COMPILER,
     "tests/ranks/test_current_folder.py": OWN_PROCESSES,
     "tests/ranks/test_custom_model_count.py": NO_RANKS,
     "tests/ranks/test_diagnose.py": OWN_PROCESSES,
@@ -29,7 +28,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "tests/ranks/test_script.py::test_session_in_plain_python_writes_its_record": OWN_PROCESSES,
     "tests/ranks/test_script.py::test_standalone_script_stops_on_sigterm_and_resumes": OWN_PROCESSES,
     "tests/ranks/test_script_endings.py": OWN_PROCESSES,
-    "tests/ranks/test_shared_reads.py": GLOO_TEAM,
     "tests/ranks/test_telemetry_live.py": OWN_PROCESSES,
     "tests/ranks/test_tracked_sweep.py": OWN_PROCESSES,
 }
