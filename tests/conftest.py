@@ -12,6 +12,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from clustertrain.plan.layout import Layout
+from tests.cuda_emulation import unsupported
+from tests.cuda_emulation.build import CannotEmulate, build
 from tests.paths import DEVICE_VARIABLE
 
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
@@ -44,6 +46,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[DEVICE_VARIABLE] = config.getoption("--device")  # for tests.ranks.rank_pool, which is imported later
+    if config.getoption("--device") == "cuda":
+        try:
+            build()  # once, before workers start
+        except CannotEmulate as e:
+            raise pytest.UsageError(f"--device cuda: {e}") from None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cuda":
+        for item in items:
+            reason = unsupported.reason(item.nodeid)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=f"emulated CUDA: {reason}"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -211,8 +211,9 @@ def _register_nccl() -> None:
         init(backend.replace("nccl", _BACKEND) if backend else None, *args, **kwargs)
 
     def new_process_group_helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = str(backend).replace("nccl", _BACKEND)
         group, store = helper(size, rank, ranks, backend, *args, **kwargs)
-        if _BACKEND in str(backend) and isinstance(group, dist.ProcessGroup):
+        if _BACKEND in backend and isinstance(group, dist.ProcessGroup):
             group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # as torch does for NCCL
         return group, store
 
@@ -220,6 +221,18 @@ def _register_nccl() -> None:
     distributed_c10d._new_process_group_helper = new_process_group_helper
 
 
+def _replace_inductor() -> None:
+    """Inductor's CUDA kernels need a GPU: torch.compile captures and differentiates graphs, which then run eagerly."""
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def wrapper_call(_: Any, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_options: Any) -> Any:
+        return aot_eager(graph, inputs)
+
+    torch._TorchCompileInductorWrapper.__call__ = wrapper_call  # type: ignore[method-assign]
+    torch._dynamo.backends.registry._COMPILER_FNS["inductor"] = aot_eager
+
+
 _replace_cuda_functions()
 _replace_storage_functions()
+_replace_inductor()
 _register_nccl()

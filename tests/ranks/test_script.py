@@ -108,11 +108,11 @@ with ct.session() as session:
     network = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
     model = session.parallelize(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    average = torch.zeros(())
+    average = torch.zeros((), device=session.device)
     state = {"model": model, "optimizer": optimizer, "average": average, "seen": []}
     for step in session.steps(int(sys.argv[1]), state, checkpoint_every=3):
         x = torch.randn(6, 3) + random.random() + float(np.random.rand())
-        loss = model(x).square().mean()
+        loss = model(x.to(session.device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -178,7 +178,7 @@ with ct.session(timeout_s=3.0) as session:
     for step in session.steps(2):
         if session.rank == 1:
             time.sleep(600)
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1, device=session.device))
 """
 
 

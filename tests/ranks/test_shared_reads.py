@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from benchmarks.rank_team import Team, run_team
@@ -22,6 +22,7 @@ from clustertrain.checkpoint.load import shared_read as shared
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError
+from tests.ranks.rank_pool import DEVICE
 
 pytestmark = pytest.mark.ranks
 
@@ -44,21 +45,27 @@ def full_tensor(name: str) -> torch.Tensor:
     return torch.randint(0, 250, shape, generator=rng).to(dtype)
 
 
+def open_mesh() -> DeviceMesh:
+    if DEVICE == "cpu":
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.cuda.set_device(dist.get_rank())
+    return DeviceMesh.from_group(dist.new_group(backend="nccl"), DEVICE)
+
+
 def build_state(placement: str, filled: bool) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = open_mesh()
     placements = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
     tensors: dict[str, Any] = {}
     for name, (shape, _) in SHAPES.items():
-        tensor = full_tensor(name) if filled else torch.zeros_like(full_tensor(name))
+        tensor = (full_tensor(name) if filled else torch.zeros_like(full_tensor(name))).to(DEVICE)
         tensor_placement = Shard(0) if placement == "columns" and len(shape) == 1 else placements.get(placement)
         tensors[name] = tensor if tensor_placement is None else distribute_tensor(tensor, mesh, [tensor_placement])
     return tensors
 
 
 def open_manager(team: Team, folder: Path) -> CheckpointManager:
-    return CheckpointManager(
-        folder, Ranks(team.new_control_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
-    )
+    config = CheckpointConfig(attempt="1", layout={}, async_save=False, device=torch.device(DEVICE))
+    return CheckpointManager(folder, Ranks(team.new_control_group()), config)
 
 
 def save(team: Team, folder: Path, placement: str) -> None:
@@ -74,7 +81,7 @@ def restore(team: Team, folder: Path, placement: str, setup: Callable[[], None] 
     errors = []
     for name, tensor in state.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if not torch.equal(full, full_tensor(name)):
+        if not torch.equal(full.cpu(), full_tensor(name)):
             errors.append(name)
     if restored is None or restored.step != 1:
         errors.append("nothing restored")
@@ -185,7 +192,7 @@ def test_tensor_of_another_shape_is_refused(saved: Path) -> None:
 def message_for_other_shape(team: Team, folder: Path) -> list[str]:
     """Job of a team: return each rank's message."""
     try:
-        open_manager(team, folder).restore({**build_state("plain", False), "small": torch.zeros(1, 16)})
+        open_manager(team, folder).restore({**build_state("plain", False), "small": torch.zeros(1, 16, device=DEVICE)})
         message = "restored"
     except CheckpointError as e:
         message = e.message

@@ -17,8 +17,9 @@ from clustertrain.run import attempts, metrics
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage import goodput
+from clustertrain.train.stability.divergence import CHECK_LAG_STEPS
 from tests.ranks import faulty_data
-from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
+from tests.ranks.rank_pool import DEVICE, Ranks, digest, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
 
@@ -34,6 +35,7 @@ SPIKE = {"spike": "roll-back", "spike_window": 16}
 SPIKE_AT = 20  # the step with bad samples; a spike needs 16 losses before it
 BAD = ((SPIKE_AT - 1) * BATCH,)
 MARGIN = 2
+SPIKE_FOUND_AT = SPIKE_AT + (CHECK_LAG_STEPS if DEVICE == "cuda" else 0)
 STEPS, EVERY = 26, 6
 MODEL = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2}
 
@@ -120,7 +122,7 @@ def test_rollback_matches_run_without_the_samples(tmp_path: Path, layout: Layout
     )
     assert digest(run) == digest_without_samples(layout)
     assert [r["step"] for r in metrics.load_rows(run)] == list(range(1, STEPS + 1))
-    assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_AT + 1), *range(13, STEPS + 1)]
+    assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_FOUND_AT + 1), *range(13, STEPS + 1)]
     ledger = goodput.compute_goodput(run, attempts.load_attempts(run), clock.now(), is_finished=True)
     assert sum(getattr(ledger, part) for part in goodput.TIME_CATEGORIES) == pytest.approx(ledger.wall_s, rel=1e-12)
     assert ledger.repeated_s > 0 and ledger.restore_s >= rollback_event["restore_s"] * 0.99

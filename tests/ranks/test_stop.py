@@ -164,8 +164,8 @@ def test_peer_killed_during_stop_leaves_others_stopped(tmp_path: Path) -> None:
     assert codes[2] == -signal.SIGKILL
     assert codes[:2] == [0, 0], ranks.logs()
     assert {(r["rank"], r["ending"]) for r in ranks.results()} == {(0, "stopped"), (1, "stopped")}
-    # Rank 0 commits; the others notice it at the next save.
-    assert max(r["committed_step"] for r in ranks.results()) == 4
+    # Rank 0 commits; the others notice it at the next save, or with the two staging buffers of a GPU one save later.
+    assert max(r["committed_step"] or 0 for r in ranks.results()) == 4
 
 
 def stop_and_kill_last_rank(step: int) -> None:

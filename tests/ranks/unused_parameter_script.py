@@ -27,7 +27,7 @@ with ct.session() as session:
     model = session.parallelize(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if CUSTOM_LOOP else session.optimizer("sgd", lr=0.1)
     for _ in session.steps(total=3, state={"model": model, "optimizer": optimizer}):
-        x = torch.ones(4, 8)
+        x = torch.ones(4, 8, device=session.device)
         if CUSTOM_LOOP:
             model(x).square().mean().backward()
             optimizer.step()

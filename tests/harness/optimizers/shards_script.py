@@ -58,7 +58,7 @@ class Model(nn.Module):
 def build_model(session: ct.Session) -> Model:
     torch.manual_seed(5)
     # Tensor parallelism would split a tied parameter into two.
-    return Model(tied="tp" not in (session.mesh.mesh_dim_names or ()))
+    return Model(tied="tp" not in (session.mesh.mesh_dim_names or ())).to(session.device)
 
 
 def set_grad(p: Any, whole: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ def difference(session: ct.Session, name: str) -> tuple[float, str]:
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         for (n, p), q in pairs:
-            whole = torch.randn(q.shape, generator=generator)
+            whole = torch.randn(q.shape, generator=generator).to(session.device)
             if step == 2 and n.startswith("layers.0.odd"):
                 p.grad = q.grad = None  # not used in this step
             else:

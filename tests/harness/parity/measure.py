@@ -15,9 +15,10 @@ import torch
 from clustertrain import clock, fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
+from tests.cuda_emulation.trace import use_host_random_numbers
 from tests.harness.parity import reference
 from tests.harness.parity.cells import DATA, GLOBAL_BATCH, LIMITS, MAX_SKIPPED, MODEL, OPTIMIZERS, SEQ_LEN, STEPS, Cell
-from tests.ranks.rank_pool import Ranks
+from tests.ranks.rank_pool import DEVICE, Ranks
 
 SCRIPT = Path(__file__).with_name("script.py")
 TIMEOUT_S = 300.0
@@ -62,7 +63,9 @@ def run(cell: Cell, folder: Path, steps: int = STEPS) -> Outcome:
     with one_thread():
         started = clock.monotonic()
         run_dir = _make_run(cell, folder / "run", steps)
-        ranks = Ranks(run_dir, cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
+        # The reference draws the initial values on the CPU.
+        setup = use_host_random_numbers if DEVICE == "cuda" else None
+        ranks = Ranks(run_dir, cell.shape.world_size, setup=setup, argv=(str(SCRIPT), cell.optimizer))
         failure = _wait(ranks)
         seconds = clock.monotonic() - started
         if failure:

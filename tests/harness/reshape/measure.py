@@ -35,7 +35,7 @@ from tests.harness.reshape.cells import (
     Target,
     micro_batch,
 )
-from tests.ranks.rank_pool import CONTEXT, write_plan
+from tests.ranks.rank_pool import CONTEXT, DEVICE, write_plan
 
 SCRIPT = Path(__file__).with_name("script.py")
 TIMEOUT_S = 300.0
@@ -80,7 +80,7 @@ class Job:
             "CLUSTERTRAIN_RUN_DIR": str(self.run.path),
             "CLUSTERTRAIN_ATTEMPT": "1",
             "CLUSTERTRAIN_RANK_DIR": str(self.rank_dir),
-            "CLUSTERTRAIN_DEVICE": "cpu",
+            "CLUSTERTRAIN_DEVICE": DEVICE,
             "CLUSTERTRAIN_NODE": "here",
             "CLUSTERTRAIN_NODE_RANK": "0",
             "WORLD_SIZE": ranks,
