@@ -8,16 +8,18 @@ why these are not lazily connected groups of all ranks.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 GROUP_SIZE = 8
 Combine = Callable[[Sequence[bytes]], bytes]
@@ -31,7 +33,9 @@ class ControlGroup:
     """All ranks of the job.
 
     Operations are collective: every rank starts the same ones in the same order. A thread runs them in that order, so
-    that an operation proceeds while the caller does something else.
+    that an operation proceeds while the caller does something else. After an operation has failed, the ranks may be at
+    different ones, so this rank disconnects, which makes its peers fail too, and all later operations raise the same
+    error.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -42,11 +46,14 @@ class ControlGroup:
             timeout: limits each wait for a peer.
         """
         self.rank, self.world_size = rank, world_size
-        self._levels = _connect(store, rank, world_size, timeout)
+        self._waiter = _Waiter()
+        self._levels = _connect(store, rank, world_size, timeout, self._waiter)
         self._operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
-        # A daemon, because it may wait for a dead peer when the process ends.
+        self._is_closed = False
+        # A daemon, because it may wait for a peer when the process ends.
         self._thread = threading.Thread(target=self._run_operations, name="control group", daemon=True)
         self._thread.start()
+        atexit.register(self._abort)
 
     def reduce(self, payload: bytes, combine: Combine, *, to_all: bool = True) -> Callable[[], bytes]:
         """Start to combine the payloads of all ranks; the returned function waits for the result.
@@ -67,20 +74,46 @@ class ControlGroup:
 
     def close(self) -> None:
         """Wait for the operations in flight and disconnect."""
+        self._is_closed = True
         self._operations.put(None)
         self._thread.join()
-        self._levels.clear()
+        atexit.unregister(self._abort)
+
+    def _abort(self) -> None:
+        """End the thread without waiting for peers.
+
+        Python ends a daemon thread that returns to the interpreter during its shutdown (up to 3.13). If the thread
+        returns from gloo, that terminates the process with SIGABRT.
+        """
+        self._is_closed = True
+        self._operations.put(None)
+        while self._thread.is_alive():
+            self._waiter.abort()
+            self._thread.join(0.01)
 
     def _start(self, operation: _Operation) -> Callable[[], bytes]:
+        if self._is_closed:
+            raise RuntimeError("the control group is closed")
         self._operations.put(operation)
         return operation.result.result
 
     def _run_operations(self) -> None:
+        error: BaseException | None = None
         while (operation := self._operations.get()) is not None:
-            try:
-                operation.result.set_result(self._run(operation))
-            except BaseException as e:
-                operation.result.set_exception(e)
+            if error is None:
+                error = self._try(operation)
+            if error is not None:
+                operation.result.set_exception(error)
+            del operation  # its payload may be large, and the next one may come late
+        self._levels.clear()
+
+    def _try(self, operation: _Operation) -> BaseException | None:
+        try:
+            operation.result.set_result(self._run(operation))
+        except BaseException as e:
+            self._levels.clear()
+            return e.with_traceback(None)  # whose frames would keep the connections open
+        return None
 
     def _run(self, operation: _Operation) -> bytes:
         payload = operation.payload
@@ -101,6 +134,36 @@ class _Operation:
         self.result: Future[bytes] = Future()
 
 
+class _Waiter:
+    """Waits for transfers, until another thread calls :meth:`abort`."""
+
+    def __init__(self) -> None:
+        self._is_aborted = False
+        self._current: Work | None = None
+
+    def wait(self, work: Work) -> None:
+        """Wait for ``work``, at most for the timeout of its group.
+
+        Raises:
+            RuntimeError: gloo's, or after an abort.
+        """
+        self._current = work
+        try:
+            if self._is_aborted:
+                raise RuntimeError("the control group is closed")
+            work.wait()
+        finally:
+            self._current = None
+
+    def abort(self) -> None:
+        """Make the other thread's current wait fail, and all later ones. It may have to be repeated."""
+        self._is_aborted = True
+        # torch 2.13 has no function for it in Python. A wait that times out fails all others of its gloo group.
+        if (work := self._current) is not None:
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+
+
 @dataclass(frozen=True)
 class _Level:
     """A group of at most GROUP_SIZE ranks, of which the first one leads."""
@@ -108,17 +171,19 @@ class _Level:
     gloo: Any  # torch's stubs of ProcessGroupGloo lack its methods
     rank: int
     size: int
+    waiter: _Waiter
 
     def gather_to_leader(self, payload: bytes, combine: Combine) -> bytes:
         """Return the combined payloads on the leader, and ``payload`` on the others."""
         if self.rank != 0:
             self._send(payload, [0])
             return payload
-        return combine([payload, *(self._receive(peer) for peer in range(1, self.size))])
+        heads = [self._start_receive(peer, _HEAD_BYTES) for peer in range(1, self.size)]
+        return combine([payload, *(self._finish_receive(peer, head) for peer, head in enumerate(heads, 1))])
 
     def broadcast_from_leader(self, payload: bytes) -> bytes:
         if self.rank != 0:
-            return self._receive(0)
+            return self._finish_receive(0, self._start_receive(0, _HEAD_BYTES))
         self._send(payload, range(1, self.size))
         return payload
 
@@ -130,24 +195,35 @@ class _Level:
         tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
         works = [self.gloo.send([tensor], peer, 0) for peer in peers for tensor in tensors]
         for work in works:
-            work.wait()
+            self.waiter.wait(work)
 
-    def _receive(self, peer: int) -> bytes:
-        head = self._receive_bytes(peer, _HEAD_BYTES)
-        size = int.from_bytes(head[:_LENGTH_BYTES], "big")
-        payload = head[_LENGTH_BYTES : _LENGTH_BYTES + size]
-        return payload + self._receive_bytes(peer, size - len(payload)) if size > len(payload) else payload
+    def _start_receive(self, peer: int, size: int) -> _Reception:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        return _Reception(self.gloo.recv([buffer], peer, 0), buffer)
 
-    def _receive_bytes(self, peer: int, size: int) -> bytes:
-        tensor = torch.empty(size, dtype=torch.uint8)
-        self.gloo.recv([tensor], peer, 0).wait()
-        return tensor.numpy().tobytes()
+    def _finish_receive(self, peer: int, head: _Reception) -> bytes:
+        """Return the message from ``peer``, after its ``head`` and with the rest."""
+        self.waiter.wait(head.work)
+        data = head.buffer.numpy().tobytes()
+        size = int.from_bytes(data[:_LENGTH_BYTES], "big")
+        payload = data[_LENGTH_BYTES : _LENGTH_BYTES + size]
+        if size == len(payload):
+            return payload
+        rest = self._start_receive(peer, size - len(payload))
+        self.waiter.wait(rest.work)
+        return payload + rest.buffer.numpy().tobytes()
 
 
-def _connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> list[_Level]:
+class _Reception(NamedTuple):
+    work: Work
+    buffer: torch.Tensor
+
+
+def _connect(store: Store, rank: int, world_size: int, timeout: timedelta, waiter: _Waiter) -> list[_Level]:
     """Return the groups of ``rank``, from the leaves of the tree: it leads all of them but perhaps the last."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
+    options._threads = 1  # of gloo's collectives, which are not used
     options._devices = [ProcessGroupGloo.create_default_device()]  # one listening socket for all groups
     levels: list[_Level] = []
     stride = 1
@@ -157,6 +233,6 @@ def _connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> li
         if len(members) > 1:
             prefix = PrefixStore(f"{stride}/{first}/", store)
             gloo = ProcessGroupGloo(prefix, members.index(rank), len(members), options)
-            levels.append(_Level(gloo, members.index(rank), len(members)))
+            levels.append(_Level(gloo, members.index(rank), len(members), waiter))
         stride *= GROUP_SIZE
     return levels

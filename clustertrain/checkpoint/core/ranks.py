@@ -39,7 +39,8 @@ class Ranks:
 
         def collect() -> list[bytes]:
             data = wait()
-            return [data[at : at + len(payload)] for at in range(0, len(data), len(payload))]
+            size = len(payload)
+            return [data[rank * size : (rank + 1) * size] for rank in range(self.world_size)]
 
         return collect
 
