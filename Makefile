@@ -29,20 +29,24 @@ demo: setup ## the main job on this machine: train, be preempted, requeue, resum
 
 FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
 # More at once would slow each other down on two cores. Each test goes to whichever worker is free: tests/conftest.py.
-SLOW := -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu'
+SLOW := -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu and not emulated'
 # Ranks on few cores wake each other at every collective, and by default the kernel switches to the woken one at once.
 # Without that, four ranks take a fifth less time. A container may refuse it.
 PATIENTLY = nice -n 19 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
 ALONE := -m 'slurm or gpu'
+# What covers the paths that only a GPU takes; `make cuda-emulated` runs all.
+EMULATED := --device cuda -m 'emulated and not long or ranks and not emulated' \
+  tests/cuda_emulation tests/ranks/test_groups.py tests/ranks/test_stop.py tests/ranks/test_stability.py
 # A shell starts what it runs in the background with SIGINT ignored.
 BESIDE := env --default-signal=INT,QUIT
 
 test: setup test-packages ## every test, the real-Slurm ones included
 	@$(PYTEST) $(FAST); fast=$$?; \
 	  log=$$(mktemp); $(BESIDE) $(PYTEST) $(ALONE) >"$$log" 2>&1 & beside=$$!; trap "kill $$beside" INT TERM; \
-	  $(PATIENTLY) $(PYTEST) $(SLOW); slow=$$?; wait $$beside; alone=$$?; cat "$$log"; rm "$$log"; \
-	  exit $$((fast + slow + alone))
+	  $(PATIENTLY) $(PYTEST) $(SLOW); slow=$$?; $(PATIENTLY) $(PYTEST) $(EMULATED); emulated=$$?; \
+	  wait $$beside; alone=$$?; cat "$$log"; rm "$$log"; \
+	  exit $$((fast + slow + emulated + alone))
 
 test-fast: setup ## the quick tests: no cluster, no ranks, nothing that takes long
 	$(PYTEST) $(FAST)

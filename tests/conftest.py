@@ -28,6 +28,7 @@ WHOLE_FILES = frozenset(
         "test_local_backend.py",
         "test_options.py",
         "test_job_script_grid.py",
+        "test_layouts_on_cuda.py",
         "test_reshape.py",
         "test_storage_tiers.py",
         "test_trackers.py",

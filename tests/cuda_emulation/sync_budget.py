@@ -1,6 +1,6 @@
 """How often the host waits for the device in a training step, by layout, with the reason for each wait.
 
-The counts are per step and rank. A wait that is not here, or more of those that are, fails test_layouts.py.
+The counts are per step and rank. A wait that is not here, or more of those that are, fails test_layouts_on_cuda.py.
 """
 
 from __future__ import annotations

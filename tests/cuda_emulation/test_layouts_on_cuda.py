@@ -28,6 +28,15 @@ TOLERANCE = {"bf16": 5e-3, "fp16": 1e-3}
 LOOSE = {"fsdp-soap": 0.05, "fsdp-muon": 1e-3, "zero1-muon": 1e-3, "tp-muon": 1e-3}
 
 
+# What `make test` runs; `make cuda-emulated` runs all.
+COVERING = frozenset({"zero1", "fsdp", "hsdp", "fsdp+tp", "cp", "pp-1f1b", "fsdp-offload", "ddp-fp16", "fsdp-sgd"})
+
+
+def _cases(*, on_cpu: bool = False) -> list[Any]:
+    names = [name for name in CASES if not on_cpu or name not in NOT_ON_CPU]
+    return [pytest.param(name, marks=[] if name in COVERING else [pytest.mark.long]) for name in names]
+
+
 @dataclass(frozen=True)
 class TracedRun:
     """What the ranks of a layout logged and did in the traced steps."""
@@ -64,7 +73,7 @@ def cpu_losses(name: str) -> Mapping[int, tuple[float, float]]:
         return _train(CASES[name], Path(folder), device="cpu").losses()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_ON_CPU])
+@pytest.mark.parametrize("name", _cases(on_cpu=True))
 def test_losses_equal_the_cpu_s(name: str) -> None:
     tolerance = LOOSE.get(name, TOLERANCE.get(CASES[name].options.get("precision", "fp32"), 1e-6))
     losses, expected = traced_run(name).losses, cpu_losses(name)
@@ -73,7 +82,7 @@ def test_losses_equal_the_cpu_s(name: str) -> None:
         assert values == pytest.approx(expected[step], rel=tolerance), f"step {step}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _cases())
 def test_host_waits_only_where_named(name: str) -> None:
     """The host waits as often as :mod:`tests.cuda_emulation.sync_budget` allows, and nowhere else."""
     steps = TRACED[1] - TRACED[0] + 1
@@ -83,14 +92,14 @@ def test_host_waits_only_where_named(name: str) -> None:
         assert per_step == expected_syncs(name, rank), f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _cases())
 def test_streams_do_not_race(name: str) -> None:
     for rank, events in traced_run(name).events.items():
         races = sorted(set(map(str, RaceChecker().check(events))))
         assert not races, f"rank {rank}: " + "\n".join(races)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].layout.world_size > 1])
+@pytest.mark.parametrize("name", _cases())
 def test_ranks_start_collectives_in_the_same_order(name: str) -> None:
     run = traced_run(name)
     assert any(e.kind == "collective" for e in run.events[0])
