@@ -11,8 +11,6 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,17 +72,20 @@ def _index(device: Any = None) -> int:
     return emulated.current_device() if index is None or index < 0 else index
 
 
-@contextmanager
-def _stream_context(stream: torch.Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    previous = _current_stream(stream.device)
-    torch._C._accelerator_setStream(stream)
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setStream(previous)
+class StreamContext:
+    """``torch.cuda.stream``: makes a stream the current one inside the block."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._previous = _current_stream(self.stream.device)
+            torch._C._accelerator_setStream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            torch._C._accelerator_setStream(self._previous)
 
 
 def _current_stream(device: Any = None) -> torch.Stream:
@@ -142,8 +143,8 @@ def _replace_cuda_functions() -> None:
         "synchronize": _synchronize,
         "Stream": Stream,
         "Event": Event,
-        "stream": _stream_context,
-        "StreamContext": _stream_context,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "set_stream": torch._C._accelerator_setStream,
         "current_stream": _current_stream,
         "default_stream": _default_stream,

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 
 OWN_PROCESSES = "starts its own processes on the CPU"
 NO_RANKS = "starts no rank: it computes in the test's process, on the CPU"
-COMPILER = "breaks the CPU's compiler, and Inductor's for CUDA needs a GPU"
 HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "tests/ranks/test_compile_trial.py::test_failed_compiler_on_one_rank_keeps_all_ranks_eager": COMPILER,
     "tests/ranks/test_current_folder.py": OWN_PROCESSES,
     "tests/ranks/test_custom_model_count.py": NO_RANKS,
     "tests/ranks/test_diagnose.py": OWN_PROCESSES,

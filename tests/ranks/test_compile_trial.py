@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clustertrain.plan.layout import Layout
-from tests.ranks.rank_pool import Ranks, make_run
+from tests.ranks.rank_pool import DEVICE, Ranks, make_run
 
 pytestmark = [
     pytest.mark.ranks,
@@ -42,9 +42,16 @@ def no_compiler_on_rank_1() -> None:
         return
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     os.environ["CLUSTERTRAIN_NODE"] = "b"
+    if DEVICE == "cuda":  # emulated, without Inductor
+        torch._dynamo.lookup_backend = lambda _: failing_compiler
+        return
     from torch._inductor import config
 
     config.cpp.cxx = ("/nowhere/g++",)
+
+
+def failing_compiler(*_: object) -> None:
+    raise RuntimeError("no compiler")
 
 
 @pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.describe())

@@ -16,7 +16,7 @@ from clustertrain.plan.layout import Layout
 from tests.harness.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
 from tests.harness.optimizers.measure import Outcome, run_layout
 from tests.harness.parity.measure import one_thread
-from tests.ranks.rank_pool import Ranks, make_run
+from tests.ranks.rank_pool import DEVICE, Ranks, make_run
 
 pytestmark = pytest.mark.ranks
 
@@ -34,7 +34,9 @@ def test_sharded_update_equals_update_of_whole_parameters(layout: str, tmp_path:
         results = json.loads(out.with_suffix(f".{rank}").read_text())
         assert results.keys() == CELLS.keys()
         for name, (difference, largest_at) in results.items():
-            allowed = 0.0 if OPTIMIZERS[CELLS[name]["name"]].needs_unsharded else 1e-6
+            # On a GPU AdamW is fused. The CPU's fused kernel, which emulates it, rounds the last elements differently.
+            is_exact = OPTIMIZERS[CELLS[name]["name"]].needs_unsharded and DEVICE == "cpu"
+            allowed = 0.0 if is_exact else 1e-6
             assert difference <= allowed, (name, rank, largest_at)
 
 
