@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import PipelineStage
@@ -53,11 +55,15 @@ def open_groups(context: RankContext) -> Iterator[ProcessGroups]:
         mock.patch.object(dist, "init_process_group", init_fake),
         mock.patch.object(dist, "new_group", new_fake),
         mock.patch.object(mesh, "_rendezvous_store", lambda timeout: FakeStore()),
+        mock.patch.object(mesh, "ControlGroup", lambda *args: None),  # not used in a step
+        mock.patch.object(FakeProcessGroup, "options", SimpleNamespace(_timeout=timedelta(seconds=60))),
+        mock.patch.object(FakeProcessGroup, "_set_default_timeout", lambda *args: None, create=True),
     ):
+        groups = mesh.open_groups(context, 60.0)
         try:
-            yield mesh.open_groups(context, 60.0)
+            yield groups
         finally:
-            mesh.close_groups()
+            mesh.close_groups(groups)
 
 
 @contextlib.contextmanager
