@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages cuda-emulated check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz gpu-check gpu-check-cpu gpu-results clean
+.PHONY: help setup demo test test-fast test-packages cuda-emulated check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -94,6 +94,12 @@ chaos-slurm: setup test-packages ## a storm of 100 faults on runs of the Slurm t
 
 fuzz: setup ## 10,000 hostile inputs for every command, recipe and file of a run; FUZZ='--inputs N --seed S --class NAME'
 	$(BIN)/python -m tests.harness.fuzz $(FUZZ)
+
+fake-cluster: setup ## one step of the presets' layouts on 16 to 512 fake ranks; FAKE='--all' for every layout (hours)
+	$(BIN)/python -m tests.harness.fake_cluster layouts $(FAKE)
+
+fake-memory: setup ## the plan's memory against torch's memory tracker, 210 jobs; writes benchmarks/results/fake_memory.json
+	$(BIN)/python -m tests.harness.fake_cluster memory $(FAKE)
 
 gpu-check: setup ## all that waits for a GPU, in at most 15 minutes; leaves a folder of evidence. GPU_CHECK='--out FOLDER'
 	$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)

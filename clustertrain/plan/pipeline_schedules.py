@@ -64,18 +64,19 @@ def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
     return bubble / (micro_batches + bubble)
 
 
-def in_flight_micro_batches(layout: Layout, micro_batches: int) -> tuple[float, float]:
-    """Return the micro-batches whose activations the first and the last pipeline rank keep at their peak.
+def in_flight_micro_batches(layout: Layout, micro_batches: int, rank: int) -> float:
+    """Return the micro-batches whose activations pipeline rank ``rank`` keeps at its peak.
 
     Counted from the forward passes that a schedule runs before the first backward pass. 1F1B and interleaved: arXiv
     2205.05198, section 4.2.3; zero-bubble and ZBV keep 1F1B's peak on every rank (arXiv 2401.10241, table 1).
     """
     p, v = layout.pp, layout.virtual_stages
     if p == 1:
-        return 1.0, 1.0
-    first, last = {
-        "gpipe": (micro_batches, micro_batches),
-        "1f1b": (p, 1),
-        "interleaved": (p + (p - 1) / v, p - (p - 1) / v),
-    }.get(layout.schedule or "", (p, p))
-    return float(min(first, micro_batches)), float(min(last, micro_batches))
+        return 1.0
+    later_ranks = p - 1 - rank
+    in_flight = {
+        "gpipe": float(micro_batches),
+        "1f1b": later_ranks + 1.0,
+        "interleaved": ((v - 1) * p + 2 * later_ranks + 1) / v,
+    }.get(layout.schedule or "", float(p))
+    return min(in_flight, float(micro_batches))

@@ -59,28 +59,42 @@ class RankStage:
 def peak_memory_stages(
     model: DecoderShape, layout: Layout, micro_batches: int, *, even_stages: bool = False
 ) -> list[RankStage]:
-    """Return the stages that may need the most memory: the first and the last of a pipeline, otherwise the only one.
+    """Return the parts of the ranks of a pipeline that may need the most memory; without one, the only part.
+
+    These are the first and the last rank, and of the ranks with more blocks than the first the one that keeps the most
+    micro-batches.
 
     Args:
         even_stages: all stages have equally many blocks regardless of embedding and head, as in Megatron.
     """
     if layout.pp == 1:
         return [RankStage(model.layers)]
-    first, last = pipeline_schedules.in_flight_micro_batches(layout, micro_batches)
-    early_blocks, last_blocks = split_blocks(model, pipeline_schedules.num_stages(layout))
+    in_flight = [pipeline_schedules.in_flight_micro_batches(layout, micro_batches, rank) for rank in range(layout.pp)]
     if even_stages:
         blocks_per_rank = -(-model.layers // layout.pp)
         return [
-            RankStage(blocks_per_rank, head=False, in_flight=first),
-            RankStage(blocks_per_rank, embedding=False, in_flight=last),
+            RankStage(blocks_per_rank, head=False, in_flight=in_flight[0]),
+            RankStage(blocks_per_rank, embedding=False, in_flight=in_flight[-1]),
         ]
-    other_blocks = (layout.virtual_stages - 1) * early_blocks
-    if layout.schedule == "zbv":  # the stages run down the ranks and up again
-        return [RankStage(early_blocks + last_blocks, in_flight=first)]
+    blocks = blocks_by_rank(model, layout)
+    head_rank = 0 if layout.schedule == "zbv" else layout.pp - 1  # zbv's stages run down the ranks and up again
+    largest = blocks.index(max(blocks))
     return [
-        RankStage(other_blocks + early_blocks, head=False, in_flight=first),
-        RankStage(other_blocks + last_blocks, embedding=False, in_flight=last),
+        RankStage(blocks[rank], embedding=rank == 0, head=rank == head_rank, in_flight=in_flight[rank])
+        for rank in sorted({0, largest, layout.pp - 1})
     ]
+
+
+def blocks_by_rank(model: DecoderShape, layout: Layout) -> list[int]:
+    """Return the number of blocks of each pipeline rank, as ``train/distributed/pipeline_stages.py`` assigns them."""
+    stages = pipeline_schedules.num_stages(layout)
+    early_blocks, last_blocks = split_blocks(model, stages)
+    # Of the early stages, the last ones have one block more.
+    fewer = early_blocks * (stages - 1) - (model.layers - last_blocks)
+    blocks = [early_blocks - 1] * fewer + [early_blocks] * (stages - 1 - fewer) + [last_blocks]
+    if layout.schedule == "zbv":
+        return [blocks[rank] + blocks[stages - 1 - rank] for rank in range(layout.pp)]
+    return [sum(blocks[rank :: layout.pp]) for rank in range(layout.pp)]
 
 
 def split_blocks(model: DecoderShape, stages: int) -> tuple[int, int]:
@@ -106,14 +120,14 @@ def _split_blocks(layers: int, head: float, stages: int) -> tuple[int, int]:
     return -(-(layers - last_blocks) // (stages - 1)), last_blocks
 
 
-def _block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
+def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
     """Return the bytes per token that one block keeps.
 
     These are: for each of two norms its input (if unfused, as on the CPU, two fp32 tensors) and its output, once for
     all linear layers that share it (under autocast once for each of the five); queries, keys, values and attention's
     output (on the CPU also a contiguous copy); gate, up, their activation and product, or without a gate the input and
     output of the activation; the softmax statistics, or the scores of plain attention; with dropout the masks of both
-    branches.
+    branches. On GPUs our 16-bit attention also keeps a contiguous copy, and in fp32 keys have as many heads as queries.
 
     Tensor parallelism divides the tensors inside attention and feed-forward, with sequence parallelism also norms and
     masks. The inputs of the linear layers stay whole: torch keeps the gathered tensor, while Megatron gathers it again
@@ -127,10 +141,13 @@ def _block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framew
     mask = model.dim * (dtype_bytes if cpu else 1) if model.dropout else 0
     linear_inputs = (5 if config.autocast else 2) * model.dim / (sp_degree if framework.regathers else 1)
     is_gathered = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
-    kv = model.dim if framework.repeats_kv else _kv_width(model)
+    is_built_in_on_gpu = framework.is_built_in and not cpu
+    repeats_kv = framework.repeats_kv or (is_built_in_on_gpu and config.compute_bytes == 4)
+    kv = model.dim if repeats_kv else _kv_width(model)
     if framework.keeps_fp8 and config.precision == "fp8":  # also attention's output and the last product
         linear_inputs = linear_inputs / 2 - (model.dim + model.hidden) / (2 * tp)
-    attention = (3 if cpu else 2) * model.dim + 2 * kv * (layout.cp if is_gathered else 1)
+    copies = cpu or (is_built_in_on_gpu and config.compute_bytes == 2)
+    attention = (3 if copies else 2) * model.dim + 2 * kv * (layout.cp if is_gathered else 1)
     sharded_elements = (attention + _feed_forward_elements(model, framework)) / tp + (
         config.seq_len / config.micro_batch if is_gathered else 0
     )
@@ -154,7 +171,7 @@ def _score_bytes(model: DecoderShape, config: PassConfig, framework: Framework) 
     return model.heads * config.seq_len * (5.0 if model.dropout else 2.0)
 
 
-def _saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
+def saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
     """Return the bytes per token of one block that stay until its backward pass.
 
     With ``full`` checkpointing its input, with ``selective`` also the outputs of its matmuls and its attention. Modes
@@ -163,15 +180,15 @@ def _saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, 
     """
     mode = layout.activation_checkpointing
     if mode == "none":
-        return _block_bytes(model, config, layout, framework)
+        return block_bytes(model, config, layout, framework)
     sp_degree = layout.tp if layout.sequence_parallel else 1
     input_bytes = config.residual_bytes * model.dim / sp_degree
     if mode == "full":
         return input_bytes
     if mode == "selective_attn":
-        return _block_bytes(model, config, layout, framework) - _score_bytes(model, config, framework) / layout.tp
+        return block_bytes(model, config, layout, framework) - _score_bytes(model, config, framework) / layout.tp
     if mode == "selective_layer":
-        return (input_bytes + _block_bytes(model, config, layout, framework)) / 2
+        return (input_bytes + block_bytes(model, config, layout, framework)) / 2
     up = (2 if model.gated else 1) * model.hidden
     op_outputs = 2 * model.dim + 2 * _kv_width(model) + up  # q, attention; k, v; gate, up
     outputs = op_outputs / layout.tp + 2 * model.dim
@@ -192,21 +209,27 @@ def activation_bytes(
     Includes the full activations of one recomputed block; with offload one block is on the device.
     """
     rank_stage = stage or RankStage(model.layers)
-    cpu = config.device == "cpu"
-    dtype_bytes = config.compute_bytes
-    sp_degree = layout.tp if layout.sequence_parallel else 1
-    blocks = min(1, rank_stage.blocks) if config.parallel.activation_offload else rank_stage.blocks
-    saved_bytes = blocks * _saved_block_bytes(model, config, layout, framework)
-    if rank_stage.embedding and model.dropout:
-        saved_bytes += model.dim * (config.residual_bytes if cpu else 1) / sp_degree
-    if rank_stage.head:
-        saved_bytes += (2 * 4 if cpu else config.residual_bytes) * model.dim / sp_degree + dtype_bytes * model.dim
-    else:
-        saved_bytes += config.residual_bytes * model.dim / sp_degree  # sent to the next stage
     recompute_bytes = (
-        _block_bytes(model, config, layout, framework) if layout.activation_checkpointing != "none" else 0.0
+        block_bytes(model, config, layout, framework) if layout.activation_checkpointing != "none" else 0.0
     )
-    return round(_tokens(config, layout) * (saved_bytes * rank_stage.in_flight + recompute_bytes))
+    kept_bytes = saved_bytes(model, config, layout, rank_stage, framework) * rank_stage.in_flight
+    return round(_tokens(config, layout) * (kept_bytes + recompute_bytes))
+
+
+def saved_bytes(
+    model: DecoderShape, config: PassConfig, layout: Layout, stage: RankStage, framework: Framework = CLUSTERTRAIN
+) -> float:
+    """Return the bytes per token that autograd keeps of one micro-batch; with offload those of one block."""
+    cpu = config.device == "cpu"
+    sp_degree = layout.tp if layout.sequence_parallel else 1
+    blocks = min(1, stage.blocks) if config.parallel.activation_offload else stage.blocks
+    kept_bytes = blocks * saved_block_bytes(model, config, layout, framework)
+    if stage.embedding and model.dropout:
+        kept_bytes += model.dim * (config.residual_bytes if cpu else 1) / sp_degree
+    if stage.head:
+        norm_input = (2 * 4 if cpu else config.residual_bytes) * model.dim / sp_degree
+        return kept_bytes + norm_input + config.compute_bytes * model.dim
+    return kept_bytes + config.residual_bytes * model.dim / sp_degree  # sent to the next stage
 
 
 def logits_bytes(

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from clustertrain.config.optim import OptimSpec
-from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
-from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, OptimizerStateSize
+from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
+
+_DEFAULT_OPTIM = OptimSpec()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,6 @@ class Framework:
     offloads_often: bool = False  # its users resort to offload
     offloads_weights: bool = True  # offload includes weights, in addition to gradients and optimizer
     update_bytes: int = 0  # temporary, per parameter, in the optimizer step, when activations are freed
-    gathers: bool = False  # update_bytes count whole parameters even if they are sharded
-    largest_state: int = 0  # bytes of the largest state of a parameter, if one rank holds it whole
     buffers_gib: float = 0.5  # buckets and NCCL's buffers, with more than one rank
     plain_attention: bool = False  # writes the s x s scores to memory (before FlashAttention, arXiv 2205.14135)
     plain_norms: bool = False  # eager norms keep fp32 copies
@@ -61,6 +60,12 @@ class Framework:
     tp_hidden: float = 0.0  # fraction of tensor-parallel communication hidden by matmuls
     overlaps: bool = True  # data-parallel communication overlaps the backward pass
     fragmentation: float = 0.05  # of the allocator: reserved over allocated memory, minus 1
+    optim: OptimSpec = _DEFAULT_OPTIM  # of the built-in trainer
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether this is the built-in trainer, whose memory is known tensor by tensor."""
+        return self.name == "clustertrain"
 
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
@@ -207,14 +212,11 @@ def with_half_states(framework: Framework) -> Framework:
 
 def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerStateSize) -> Framework:
     """Return ``framework`` with a recipe's optimizer; frozen parameters have no gradient."""
-    needs_gather = OPTIMIZERS[optim.name].needs_unsharded
     return replace(
         framework,
+        optim=optim,
         optimizer_bytes=state.bytes_per_param,
         grad_bytes=framework.grad_bytes * state.trained_fraction,
-        update_bytes=GATHER_BYTES if needs_gather else framework.update_bytes,
-        gathers=needs_gather,
-        largest_state=state.largest_bytes if needs_gather else 0,
     )
 
 

@@ -1,17 +1,22 @@
 """Memory of a rank, computed from the shapes of the model; nothing is measured on the cluster.
 
-Sources: model states after ZeRO (arXiv 1910.02054, section 3); the gathered units of fully sharded training after the
-PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in
+The built-in trainer is counted moment by moment (:mod:`clustertrain.plan.cost.trainer_memory`). For other frameworks,
+model states are counted after ZeRO (arXiv 1910.02054, section 3), the gathered units of fully sharded training after
+the PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1), and activations in
 :mod:`clustertrain.plan.cost.activations`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
+from clustertrain.plan.cost import trainer_memory
 from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes, peak_memory_stages
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
+from clustertrain.plan.cost.trainer_memory import LowerBounds, Moment, PassCache
 from clustertrain.plan.layout import Layout
 
 GIB = 1024**3
@@ -41,16 +46,13 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
-ActivationCache = dict[tuple[object, ...], tuple[int, int]]  # known (activations, logits)
-
-
 def estimate_memory(
     model: DecoderShape,
     layout: Layout,
     config: PassConfig,
     capacity_gib: float | None,
     framework: Framework = CLUSTERTRAIN,
-    cache: ActivationCache | None = None,
+    cache: PassCache | None = None,
 ) -> MemoryEstimate:
     """Return the estimate for the rank that needs the most memory; ``fits`` means peak <= ``capacity_gib``.
 
@@ -71,30 +73,20 @@ def _estimate_stage(
     stage: RankStage,
     capacity_gib: float | None,
     framework: Framework,
-    cache: ActivationCache | None,
+    cache: PassCache | None,
 ) -> MemoryEstimate:
-    params, grads, optimizer = _state_bytes(model, layout, config, stage, framework)
-    key = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.activation_checkpointing,
-           config.micro_batch, config.grad_accum, config.autocast, stage.head)  # fmt: skip
-    cached = cache.get(key) if cache is not None else None
-    if cached is None:
-        # GPipe does all forward passes first and so has the logits of all micro-batches.
-        logit_copies = stage.in_flight if layout.schedule == "gpipe" else 1.0
-        logits = round(logits_bytes(model, config, layout, framework) * logit_copies) if stage.head else 0
-        cached = activation_bytes(model, config, layout, stage, framework), logits
-        if cache is not None:
-            cache[key] = cached
-    activations, logits = cached
-    # Activations are freed before the update.
-    allocated = params + grads + optimizer + max(activations + logits, _update_bytes(optimizer, layout, framework))
-    overhead = overhead_bytes(allocated, layout, config, framework)
-    peak = allocated + overhead
+    if framework.is_built_in:
+        moment = trainer_memory.find_peak(model, layout, config, stage, framework, cache)
+    else:
+        moment = _sum_parts(model, layout, config, stage, framework)
+    overhead = overhead_bytes(moment.total, layout, config, framework)
+    peak = moment.total + overhead
     return MemoryEstimate(
-        params_gib=params / GIB,
-        grads_gib=grads / GIB,
-        optimizer_gib=optimizer / GIB,
-        activations_gib=activations / GIB,
-        logits_gib=logits / GIB,
+        params_gib=moment.params / GIB,
+        grads_gib=moment.grads / GIB,
+        optimizer_gib=moment.optimizer / GIB,
+        activations_gib=moment.activations / GIB,
+        logits_gib=moment.logits / GIB,
         overhead_gib=overhead / GIB,
         peak_gib=peak / GIB,
         capacity_gib=capacity_gib,
@@ -102,15 +94,42 @@ def _estimate_stage(
     )
 
 
-def _update_bytes(optimizer: float, layout: Layout, framework: Framework) -> float:
-    if not framework.optimizer_bytes or (framework.gathers and not _has_param_shards(layout)):
-        return 0.0
-    return optimizer / framework.optimizer_bytes * framework.update_bytes
+def bound_state(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
+    """Return lower bounds of the bytes of parameters, gradients and optimizer state, whatever the micro-batch."""
+    stages = peak_memory_stages(model, layout, config.grad_accum, even_stages=framework.even_stages)
+    if framework.is_built_in:
+        return max(trainer_memory.bound_state(model, layout, config, stage, framework) for stage in stages)
+    single_pass = replace(config, autocast=False, grad_accum=1)
+    states = max(sum(_state_bytes(model, layout, single_pass, stage, framework)) for stage in stages)
+    return LowerBounds(states, states)
 
 
-def _has_param_shards(layout: Layout) -> bool:
-    """Return whether parameters are sharded over ranks."""
-    return layout.tp > 1 or (layout.is_sharded and layout.dp_shard * layout.cp > 1)
+def bound_pass(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
+    """Return lower bounds of the bytes of activations and logits of one rank without a pipeline."""
+    if framework.is_built_in:
+        return trainer_memory.bound_pass(model, layout, config, framework)
+    kept = activation_bytes(model, config, layout, framework=framework) + logits_bytes(model, config, layout, framework)
+    return LowerBounds(kept, kept)
+
+
+def _sum_parts(
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    stage: RankStage,
+    framework: Framework,
+) -> Moment:
+    """Return the sum of all parts, as if gradients and activations were all in memory at once."""
+    params, grads, optimizer = _state_bytes(model, layout, config, stage, framework)
+    # GPipe does all forward passes first and so has the logits of all micro-batches.
+    logit_copies = stage.in_flight if layout.schedule == "gpipe" else 1.0
+    logits = round(logits_bytes(model, config, layout, framework) * logit_copies) if stage.head else 0
+    activations = activation_bytes(model, config, layout, stage, framework)
+    # Activations are freed before the update.
+    update = optimizer / framework.optimizer_bytes * framework.update_bytes if framework.optimizer_bytes else 0.0
+    if update > activations + logits:
+        return Moment(params, grads, optimizer + update)
+    return Moment(params, grads, optimizer, activations, logits)
 
 
 def overhead_bytes(allocated: float, layout: Layout, config: PassConfig, framework: Framework = CLUSTERTRAIN) -> float:
@@ -133,21 +152,16 @@ def _state_bytes(
     params, grads, optimizer = (
         device_params * n for n in (framework.weight_bytes, framework.grad_bytes, framework.optimizer_bytes)
     )  # fmt: skip
-    if framework.gathers and _has_param_shards(layout):
-        optimizer = max(optimizer, framework.largest_state)
     if layout.offload and not framework.offloads_weights:
         params = local_params * framework.weight_bytes
-    if layout.is_sharded or (layout.is_fully_sharded and framework.fully_shards_replicas):
+    if layout.is_sharded:
         gathered_params, gathered_grads = _gathered_bytes(
             stage.blocks, block_params, end_params, layout, config, framework
         )
         return params + gathered_params, grads + gathered_grads, optimizer
     if layout.zero1 and not layout.offload:
-        largest_param = (
-            max(model.vocab_size * model.dim, model.dim * model.hidden) if framework.zero1_whole_params else 0
-        )
         group = framework.zero_group or layout.gradient_ranks
-        optimizer = max(-(-local_params // group), largest_param) * framework.optimizer_bytes
+        optimizer = -(-local_params // group) * framework.optimizer_bytes
         if framework.shards_gradients:
             grads = -(-local_params // group) * framework.grad_bytes
     if config.autocast:
@@ -175,12 +189,9 @@ def _gathered_bytes(
     """Return the bytes of gathered parameters and of unsharded gradients that a sharded rank holds at its peak.
 
     Embeddings and head are gathered during the whole pass; of the blocks, the running and the prefetched one, or all if
-    they stay gathered until the backward pass. Gradients are reduced from an fp32 copy; without reduction between
-    micro-batches all gradients are kept unsharded in fp32.
+    they stay gathered until the backward pass. Gradients are reduced from an fp32 copy.
     """
     gathered_blocks = min(blocks, 2) if layout.reshard_after_forward else blocks
     params = (ends + gathered_blocks * block) * config.compute_bytes
     reduce_buffer = max(ends, block) * framework.reduce_bytes
-    if config.grad_accum > 1 and framework.defer_reduction and (layout.defer_reduction or layout.pp > 1):
-        return params, (ends + blocks * block) * framework.grad_bytes + reduce_buffer
     return params, (ends + block) * config.compute_bytes + reduce_buffer

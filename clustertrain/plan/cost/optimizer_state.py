@@ -5,9 +5,12 @@ The bytes are those of the classes of torch, pytorch-optimizer and torchao; a te
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from clustertrain.config.checks.module_patterns import matches, suggest_modules
 from clustertrain.config.model import ModelSpec
@@ -20,8 +23,6 @@ from clustertrain.plan.layout import Layout
 MAX_COUPLED_DECAY = 0.01
 MAX_PRECONDITIONED_DIM = 10_000  # SOAP skips longer dimensions
 _QUANT_BLOCK, _MIN_QUANTIZED = 256, 4096  # 8-bit moments: elements per block, and the smallest quantized size
-# With gathered parameters: value and gradient of those that a rank owns, and buffers for both in transit.
-GATHER_BYTES = 16
 
 
 def state_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool) -> int:
@@ -79,6 +80,54 @@ def estimate_state(spec: OptimSpec, model: DecoderShape) -> OptimizerStateSize:
     )
 
 
+class OwnedParams(NamedTuple):
+    """Whole parameters whose optimizer state one rank holds."""
+
+    elements: int = 0
+    state_bytes: int = 0
+
+
+def find_heaviest_owner(
+    spec: OptimSpec, model: DecoderShape, blocks: int, *, embedding: bool, head: bool, ranks: int, zero1: bool
+) -> OwnedParams:
+    """Return what the rank with the most state owns, if ``ranks`` ranks share out whole parameters.
+
+    Each goes to the rank with the fewest elements so far, the largest first: in torch's ZeroRedundancyOptimizer, which
+    takes one parameter group after another, and in ``unsharded_update.assign_owners``, which gets only the hidden
+    matrices if the optimizer is for these.
+
+    Args:
+        blocks, embedding, head: the part of the model.
+    """
+    hidden: list[tuple[int, int]] = []
+    decayed: list[tuple[int, int]] = []
+    rest: list[tuple[int, int]] = []
+    counts = {"embed": embedding, "norm": head, "head": head}
+    for module, shape in _iter_shapes(model, layers=1):
+        is_hidden = module.startswith("layers.") and len(shape) > 1
+        group = hidden if is_hidden else decayed if module == "head" else rest
+        entry = math.prod(shape), state_bytes(spec, shape, is_hidden_matrix=is_hidden)
+        group += [entry] * (blocks if module.startswith("layers.") else counts[module])
+    matrices_only = OPTIMIZERS[spec.name].matrices_only
+    if zero1:
+        groups = [hidden, decayed, rest] if matrices_only else [hidden + decayed, rest]
+    else:
+        groups = [hidden] if matrices_only else [hidden + decayed + rest]
+    return _share_out(tuple(tuple(sorted(group, reverse=True)) for group in groups), ranks)
+
+
+@cache
+def _share_out(groups: tuple[tuple[tuple[int, int], ...], ...], ranks: int) -> OwnedParams:
+    loads = [(0, rank) for rank in range(ranks)]  # a heap
+    owned = [OwnedParams()] * ranks
+    for group in groups:
+        for elements, state in group:
+            load, rank = loads[0]
+            heapq.heapreplace(loads, (load + elements, rank))
+            owned[rank] = OwnedParams(load + elements, owned[rank].state_bytes + state)
+    return max(owned, key=lambda params: params.state_bytes)
+
+
 def check_modules(spec: OptimSpec, modules: Sequence[str]) -> set[str]:
     """Return those of ``modules`` (the modules with parameters) that are trained at some time.
 
@@ -105,8 +154,8 @@ def _check_patterns(key: str, patterns: Sequence[str], modules: Sequence[str]) -
             )
 
 
-def _iter_shapes(model: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (module, shape) of each parameter of the decoder."""
+def _iter_shapes(model: DecoderShape, layers: int | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (module, shape) of each parameter of the decoder, or of one with another number of ``layers``."""
     dim, hidden, kv = model.dim, model.hidden, model.kv_heads * (model.dim // model.heads)
     yield "embed", (model.vocab_size, dim)
     feed_forward = {"gate": (hidden, dim)} if model.gated else {}
@@ -115,7 +164,7 @@ def _iter_shapes(model: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         "attention.out": (dim, dim),
         **{f"ffn.{n}": shape for n, shape in {**feed_forward, "up": (hidden, dim), "down": (dim, hidden)}.items()},
     }
-    for i in range(model.layers):
+    for i in range(model.layers if layers is None else layers):
         yield from ((f"layers.{i}.{name}", shape) for name, shape in matrices.items())
         yield from ((f"layers.{i}.{name}", (dim,)) for name in ("attention_norm", "ffn_norm"))
     yield "norm", (dim,)

@@ -17,11 +17,12 @@ from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.cost import memory, step_time
-from clustertrain.plan.cost.activations import PassConfig, activation_bytes, logits_bytes
+from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.step_time import ComputeTime, Machine, StepEstimate, StepWithoutDP
+from clustertrain.plan.cost.trainer_memory import LowerBounds, PassCache
 from clustertrain.plan.layout import Layout, Strategy
 
 # Differences below the model's error mean little (docs/explanation/planner.md): another kind of parallelism must gain
@@ -176,13 +177,13 @@ class _Search:
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self.compute_times: dict[tuple[int, int, int], ComputeTime] = {}
-        self.activation_cache: memory.ActivationCache = {}
+        self.pass_cache: PassCache = {}
         self.fastest_by_family: dict[str, float] = {}  # seconds
         self.fastest_by_tie_key: dict[tuple[object, ...], float] = {}  # seconds
         self.fitting: dict[tuple[object, ...], Candidate] = {}
         self.not_fitting: dict[tuple[object, ...], Candidate] = {}  # the first one per layout
-        # Lower bound, without activations, of layouts that did not fit.
-        self.min_states_gib: dict[tuple[object, ...], float] = {}
+        # Lower bounds, without activations, of layouts that did not fit.
+        self.state_bounds: dict[tuple[object, ...], LowerBounds] = {}
         self.considered = 0
         self.families_tried: set[str] = set()
 
@@ -232,7 +233,7 @@ class _Search:
 
     def _try_sharding(self, partial: _PartialCandidate) -> None:
         """Try each kind of data parallelism that could win."""
-        open_layout, headroom_gib = partial.layout, self.problem.limit_gib - self._min_activations_gib(partial)
+        open_layout, pass_bounds = partial.layout, self._bound_pass(partial)
         for strategy, replicate, shard in _data_parallel_options(
             self.problem, open_layout.dp_replicate, open_layout.tp, open_layout.cp, open_layout.pp
         ):
@@ -244,7 +245,7 @@ class _Search:
             ):
                 continue
             layout_key = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
-            if layout_key in self.min_states_gib and headroom_gib < self.min_states_gib[layout_key]:
+            if layout_key in self.state_bounds and self._exceeds_limit(self.state_bounds[layout_key], pass_bounds):
                 continue
             layout = msgspec.structs.replace(
                 open_layout, strategy=strategy, dp_replicate=replicate, dp_shard=shard, zero1=strategy == "zero1",
@@ -254,29 +255,18 @@ class _Search:
                 layout = msgspec.structs.replace(layout, offload=True)
             self._keep_fastest(partial, layout, family, layout_key)
 
-    def _min_activations_gib(self, partial: _PartialCandidate) -> float:
-        """Return the GiB of activations and logits, which sharding does not reduce; 0 in a pipeline.
+    def _bound_pass(self, partial: _PartialCandidate) -> LowerBounds:
+        """Return lower bounds of activations and logits, which sharding does not reduce; 0 in a pipeline.
 
         There, the stage with the most parameters need not be the one with the logits.
         """
         if partial.layout.pp > 1:
-            return 0.0
-        config, problem = dataclasses.replace(partial.config, autocast=False), self.problem
-        kept_bytes = logits_bytes(problem.model, config, partial.layout, problem.framework)
-        kept_bytes += activation_bytes(problem.model, config, partial.layout, framework=problem.framework)
-        return kept_bytes / memory.GIB
+            return LowerBounds(0.0, 0.0)
+        config = dataclasses.replace(partial.config, autocast=False)
+        return memory.bound_pass(self.problem.model, partial.layout, config, self.problem.framework)
 
-    def _min_states_gib(self, layout: Layout, config: PassConfig) -> float:
-        """Return the GiB of parameters, gradients and optimizer state.
-
-        Excludes the parts that depend on recomputation and micro-batches: casts of the weights, and unsharded gradients
-        between micro-batches.
-        """
-        single_pass = dataclasses.replace(config, autocast=False, grad_accum=1)
-        estimate = memory.estimate_memory(self.problem.model, layout, single_pass, None, self.problem.framework)
-        return sum(
-            states_gib or 0.0 for states_gib in (estimate.params_gib, estimate.grads_gib, estimate.optimizer_gib)
-        )
+    def _exceeds_limit(self, state: LowerBounds, passes: LowerBounds) -> bool:
+        return max(map(sum, zip(state, passes, strict=True))) > self.problem.limit_gib * memory.GIB
 
     def _keep_fastest(
         self, partial: _PartialCandidate, layout: Layout, family: str, layout_key: tuple[object, ...]
@@ -296,17 +286,15 @@ class _Search:
             )
             if step.step_s >= threshold_s:
                 return
-            estimate = memory.estimate_memory(
-                problem.model, variant, config, None, problem.framework, self.activation_cache
-            )
+            estimate = memory.estimate_memory(problem.model, variant, config, None, problem.framework, self.pass_cache)
             candidate = Candidate(variant, config, step, estimate)
             if candidate.peak_gib <= problem.limit_gib:
                 self.fitting[layout_key] = candidate
                 self.fastest_by_family[family] = min(step.step_s, self.fastest_by_family.get(family, step.step_s))
                 self.fastest_by_tie_key[tie_key] = min(step.step_s, self.fastest_by_tie_key.get(tie_key, step.step_s))
                 return
-        if layout_key not in self.min_states_gib:
-            self.min_states_gib[layout_key] = self._min_states_gib(layout, config)
+        if layout_key not in self.state_bounds:
+            self.state_bounds[layout_key] = memory.bound_state(problem.model, layout, config, problem.framework)
             self.not_fitting[layout_key] = candidate
 
     def _defer_options(self, layout: Layout, config: PassConfig) -> tuple[bool, ...]:
@@ -318,21 +306,27 @@ class _Search:
         return (True, False) if layout.is_fully_sharded and config.grad_accum > 1 else (True,)
 
     def _smallest_variant(self, candidate: Candidate) -> Candidate:
-        """Return the same layout with the least memory: recomputation and the smallest micro-batch."""
-        problem, constraints = self.problem, self.problem.constraints
+        """Return the same layout with the least memory: recomputation, and the micro-batch that needs least.
+
+        The smallest micro-batch may need more than a whole batch, since gradients are kept between micro-batches.
+        """
+        constraints, layout = self.problem.constraints, candidate.layout
         rank_batch = candidate.config.micro_batch * candidate.config.grad_accum
-        micro_batch = constraints.micro_batch or min(
-            m
-            for m in divisors(rank_batch)
-            if not pipeline_schedules.unsupported_reason(candidate.layout, rank_batch // m)
-        )
-        config = dataclasses.replace(candidate.config, micro_batch=micro_batch, grad_accum=rank_batch // micro_batch)
+        micro_batches = [constraints.micro_batch] if constraints.micro_batch else divisors(rank_batch)
         layout = msgspec.structs.replace(
-            candidate.layout,
-            activation_checkpointing=constraints.activation_checkpointing or "full",
-            defer_reduction=self._defer_options(candidate.layout, config)[-1],
+            layout, activation_checkpointing=constraints.activation_checkpointing or "full"
         )
-        estimate = memory.estimate_memory(problem.model, layout, config, None, problem.framework)
+        variants = [
+            self._with_micro_batch(layout, candidate, micro_batch, rank_batch // micro_batch)
+            for micro_batch in micro_batches
+            if not pipeline_schedules.unsupported_reason(layout, rank_batch // micro_batch)
+        ]
+        return min(variants, key=lambda variant: variant.peak_gib)
+
+    def _with_micro_batch(self, layout: Layout, candidate: Candidate, micro_batch: int, grad_accum: int) -> Candidate:
+        config = dataclasses.replace(candidate.config, micro_batch=micro_batch, grad_accum=grad_accum)
+        layout = msgspec.structs.replace(layout, defer_reduction=self._defer_options(layout, config)[-1])
+        estimate = memory.estimate_memory(self.problem.model, layout, config, None, self.problem.framework)
         return Candidate(layout, config, candidate.step, estimate)
 
     def _build_pass_config(self, layout: Layout, micro_batch: int, grad_accum: int) -> PassConfig:
@@ -365,9 +359,11 @@ class _Search:
         smallest: dict[str, Candidate] = {}
         for c in sorted(variants, key=lambda c: c.peak_gib):
             smallest.setdefault(c.family, c)
+        # One that would fit is slower than MAX_SLOWDOWN allows.
+        unfit = [c for c in smallest.values() if c.peak_gib > self.problem.limit_gib]
         return SearchResult(
             fitting=tuple(rank_candidates(list(self.fitting.values()))),
-            smallest=tuple(smallest.values()),
+            smallest=tuple(unfit),
             considered=self.considered,
             families_tried=frozenset(self.families_tried),
         )

@@ -39,22 +39,44 @@ class SelfAttention(nn.Module):
 
         ``k`` and ``v`` are shaped like ``q``, except that the number of their heads may be a divisor of ``q``'s.
         """
-        is_gqa = q.shape[1] != k.shape[1]
         if self.mesh is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=is_gqa)
+            return _attend(q, k, v, causal=self.causal)
         if self.ring:
             return _ring_attention(q, k, v, self.mesh, causal=self.causal)
         k, v = _all_gather_kv(torch.stack((k, v)), self.mesh).unbind()
         if not self.causal:
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_gqa)
+            return _attend(q, k, v)
         length = q.shape[2]
         kv_length = self.first_position(length) + length
         k, v = k[:, :, :kv_length], v[:, :, :kv_length]
         if self.rank == 0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_gqa)
+            return _attend(q, k, v, causal=True)
         # is_causal aligns the diagonal of a non-square mask with the upper left corner.
         mask = torch.ones(length, kv_length, dtype=torch.bool, device=q.device).tril(kv_length - length)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_gqa)
+        return _attend(q, k, v, mask=mask)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool = False
+) -> torch.Tensor:
+    """Attend with a fused kernel: plain products would keep scores of the length squared.
+
+    torch 2.13 has kernels for grouped heads on GPUs for 16 bits only, and with a mask only cuDNN's, which it prefers on
+    Hopper and Blackwell. For the memory-efficient kernel, keys and values are repeated for each query head.
+    """
+    if q.is_cuda and q.shape[1] != k.shape[1]:
+        has_cudnn = torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+        if q.dtype == torch.float32 or (mask is not None and not has_cudnn):
+            k, v = _repeat_heads(q, k, v)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values with as many heads as ``q``."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
 def _all_gather_kv(pair: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -75,8 +97,7 @@ def _ring_attention(
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+    k, v = _repeat_heads(q, k, v)
     q, k, v = (DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, k, v))
     out: Any = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     local: torch.Tensor = out.to_local()

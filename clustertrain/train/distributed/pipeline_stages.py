@@ -17,8 +17,9 @@ from clustertrain.plan.layout import Layout
 # Names of modules that stay together; a name in two units is copied to both of their stages.
 Unit = tuple[str, ...]
 
-# Relative cost of parameters outside matmuls: small, but above zero so that such a unit still has a cost.
-NON_MATMUL_COST = 0.01
+# Cost of an element in a matmul, in units of the cost of one outside, which is small, but not zero. Costs are integers,
+# so that equal splits are equal: with floats, rounding would decide which stage gets a spare layer.
+MATMUL_COST = 100
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def _is_inside(name: str, module: str) -> bool:
     return name.startswith(f"{module}.")
 
 
-def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]:
-    """Return the cost of each unit as the number of matrix elements that an input is multiplied by.
+def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[int]:
+    """Return the cost of each unit: :data:`MATMUL_COST` for each matrix element that an input is multiplied by.
 
     Attention over a long context costs more than its matrices, but equally so in every layer.
     """
@@ -83,41 +84,42 @@ def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]
     counted: set[str] = set()
     costs = []
     for unit in model_units:
-        cost = NON_MATMUL_COST
+        cost = 1
         for name, p in model.named_parameters():
             if any(_is_inside(name, n) for n in unit):
                 # The first unit with an embedding looks up rows; a second one multiplies by it.
                 light = p.dim() < 2 or (name in tables and name not in counted)
-                cost += p.numel() * (NON_MATMUL_COST if light else 1.0)
+                cost += p.numel() * (1 if light else MATMUL_COST)
                 counted.add(name)
         costs.append(cost)
     return costs
 
 
-def balance_stages(cost: Sequence[float], stages: int) -> list[int]:
+def balance_stages(cost: Sequence[int], stages: int) -> list[int]:
     """Return the first unit of each stage, minimizing the cost of the most expensive stage, then the sum of squares.
 
-    Each stage gets at least one unit.
+    Each stage gets at least one unit. Of equal splits, the one with the spare units in the last stages is returned:
+    with 1F1B, these keep the fewest micro-batches.
     """
-    cumulative = [0.0]
+    cumulative = [0]
     for c in cost:
         cumulative.append(cumulative[-1] + c)
 
-    def best(limit: float | None) -> tuple[float, list[int]]:
+    def best(limit: int | None) -> tuple[int, list[int]]:
         # ends[i]: the best split of the first i units into the stages so far.
-        ends: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(cost)
+        ends: list[tuple[int, list[int]] | None] = [(0, [])] + [None] * len(cost)
         for _ in range(stages):
             ends = [min(_candidate_cuts(ends, cumulative, i, limit), default=None) for i in range(len(cost) + 1)]
         assert ends[-1] is not None
         return ends[-1]
 
     min_peak_cost, _ = best(None)
-    return best(min_peak_cost * (1 + 1e-9))[1]
+    return best(min_peak_cost)[1]
 
 
 def _candidate_cuts(
-    ends: Sequence[tuple[float, list[int]] | None], cumulative: Sequence[float], end: int, limit: float | None
-) -> Iterator[tuple[float, list[int]]]:
+    ends: Sequence[tuple[int, list[int]] | None], cumulative: Sequence[int], end: int, limit: int | None
+) -> Iterator[tuple[int, list[int]]]:
     """Yield the ways to end a stage before unit ``end``, by maximum cost, or by sum of squares if no stage exceeds
     ``limit``."""
     for first, prefix in enumerate(ends[:end]):

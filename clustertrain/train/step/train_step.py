@@ -174,8 +174,10 @@ class TrainStep:
                 with data_parallel.gradient_sync(self._model, last=i == len(micro_batches) - 1, defer=defer):
                     self.forward_timer.begin()
                     with step_timer.record_part("forward"), precision.autocast(self._context):
-                        output = call_model(self._model, inputs, positions)
-                        value, count = as_sum_and_count(loss_fn(output, target), target, is_padding[i])
+                        # Without a name for the outputs: it would keep a language model's logits until the next pass.
+                        value, count = as_sum_and_count(
+                            loss_fn(call_model(self._model, inputs, positions), target), target, is_padding[i]
+                        )
                     self.forward_timer.end()
                     with step_timer.record_part("backward"):
                         (value * self._current_scale).backward()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 
 from clustertrain.config.model import ModelSpec
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.cost.activations import split_blocks
+from clustertrain.plan.cost.activations import blocks_by_rank, split_blocks
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import pipeline_stages
 from clustertrain.train.models.decoder import Decoder
@@ -62,7 +62,7 @@ def test_no_batch_constraint_without_pipeline() -> None:
     assert (
         pipeline_schedules.unsupported_reason(Layout(), 1) == "" and pipeline_schedules.min_micro_batches(Layout()) == 1
     )
-    assert pipeline_schedules.in_flight_micro_batches(Layout(), 7) == (1, 1)
+    assert pipeline_schedules.in_flight_micro_batches(Layout(), 7, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,9 @@ def test_no_batch_constraint_without_pipeline() -> None:
 )
 def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last: float) -> None:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
-    assert pipeline_schedules.in_flight_micro_batches(layout, 16) == (first, last)
-    assert max(pipeline_schedules.in_flight_micro_batches(layout, 2)) <= 2
+    by_rank = [pipeline_schedules.in_flight_micro_batches(layout, 16, rank) for rank in range(4)]
+    assert (by_rank[0], by_rank[-1]) == (first, last) and by_rank == sorted(by_rank, reverse=True)
+    assert max(pipeline_schedules.in_flight_micro_batches(layout, 2, rank) for rank in range(4)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -115,3 +116,4 @@ def test_stage_split_matches_trainer(vocab_size: int, tied: bool) -> None:
             starts = pipeline_stages.balance_stages(pipeline_stages.estimate_costs(model, units), count)
             blocks = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*starts, len(units)])]
             assert split_blocks(spec, count) == (max(blocks[:-1]), blocks[-1]), (layers, count)
+            assert blocks_by_rank(spec, Layout(pp=count, schedule="1f1b")) == blocks

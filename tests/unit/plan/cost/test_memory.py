@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from clustertrain.config.model import ModelSpec
@@ -35,15 +36,16 @@ def test_llama_7b_parameter_count() -> None:
 
 
 def test_model_states_are_16_bytes_per_parameter() -> None:
-    single = rank(Layout(), precision="fp32")
-    states = (single.params_gib or 0) + (single.grads_gib or 0) + (single.optimizer_gib or 0)
-    assert states * GIB == pytest.approx(16 * LLAMA_7B.parameters())
+    """All gradients exist while a second micro-batch's loss is computed."""
+    single = rank(Layout(), precision="fp32", grad_accum=2, seq_len=4096)
+    assert (single.logits_gib or 0) > 0
+    assert states(single) == pytest.approx(16 * LLAMA_7B.parameters())
 
 
 def test_fsdp_divides_the_states_and_gathers_units() -> None:
     one, eight = rank(Layout()), rank(Layout(strategy="fsdp", dp_shard=8))
     assert eight.optimizer_gib == pytest.approx((one.optimizer_gib or 0) / 8, rel=1e-6)
-    assert (one.grads_gib or 0) / 8 < (eight.grads_gib or 0) < (one.grads_gib or 0)
+    assert 0 < (eight.grads_gib or 0) < (one.grads_gib or 0)
     assert (one.optimizer_gib or 0) / 16 < (eight.params_gib or 0) < (one.params_gib or 0)
 
 
@@ -51,12 +53,23 @@ def test_fsdp_keeps_whole_gradients_between_micro_batches() -> None:
     sharded = Layout(strategy="fsdp", dp_shard=8)
     once, several = rank(sharded), rank(sharded, grad_accum=4)
     assert ((several.grads_gib or 0) - (once.grads_gib or 0)) * GIB > 3 * LLAMA_7B.parameters()
-    assert rank(Layout(), grad_accum=4) == rank(Layout())
+    assert rank(sharded, grad_accum=2) == several
 
 
-def test_ddp_adds_only_process_group() -> None:
-    single, ddp = rank(Layout()), rank(Layout(strategy="ddp", dp_replicate=8))
-    assert (ddp.peak_gib or 0) - (single.peak_gib or 0) == pytest.approx(1.0)
+def test_gradients_of_one_micro_batch_replace_its_activations() -> None:
+    """A single rank has no gradients yet when the loss is computed, and has all when no activations are left."""
+    once, several = rank(Layout(), seq_len=8192), rank(Layout(), seq_len=8192, grad_accum=4)
+    assert once.grads_gib == 0 and (several.grads_gib or 0) * GIB == 4 * LLAMA_7B.parameters()
+    assert rank(Layout(), seq_len=512).activations_gib < once.activations_gib  # type: ignore[operator]
+
+
+def test_ddp_keeps_buckets() -> None:
+    """They hold the gradients throughout the step; those of micro-batches that are not reduced are other tensors."""
+    single, ddp = rank(Layout(), seq_len=8192), rank(Layout(strategy="ddp", dp_replicate=8), seq_len=8192)
+    weights = 4 * LLAMA_7B.parameters() / GIB
+    assert (ddp.grads_gib or 0) - (single.grads_gib or 0) == pytest.approx(weights)
+    several = rank(Layout(strategy="ddp", dp_replicate=8), seq_len=8192, grad_accum=2)
+    assert several.grads_gib == pytest.approx(2 * weights)
 
 
 def test_7b_model_needs_sharding_on_80_gib() -> None:
@@ -81,9 +94,9 @@ def test_autocast_keeps_more_than_cast_parameters() -> None:
 
 
 def test_activations_grow_with_micro_batch_and_sequence() -> None:
-    base = rank(Layout())
-    assert rank(Layout(), micro_batch=4).activations_gib == pytest.approx(4 * (base.activations_gib or 0))
-    assert rank(Layout(), seq_len=4096).logits_gib == pytest.approx(2 * (base.logits_gib or 0))
+    base = rank(Layout(), grad_accum=2)
+    assert rank(Layout(), micro_batch=4, grad_accum=2).activations_gib == pytest.approx(4 * (base.activations_gib or 0))
+    assert rank(Layout(), seq_len=4096, grad_accum=2).logits_gib == pytest.approx(2 * (base.logits_gib or 0))
 
 
 def test_label_smoothing_gathers_logits() -> None:
@@ -122,11 +135,14 @@ def states(memory: MemoryEstimate) -> float:
 
 def test_zero1_divides_optimizer_only() -> None:
     """4 Psi of weights and 4 of gradients in fp32, 8 Psi / N of AdamW (arXiv 1910.02054, section 5.1)."""
-    memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), precision="fp32")
-    assert states(memory) == pytest.approx((8 + 8 / 8) * LLAMA_7B.parameters(), rel=1e-6)
+    memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), precision="fp32", seq_len=8192)
+    # torch shares out the parameters with weight decay first, then the embedding.
+    embedding = 32000 * 4096
+    expected = 8 * LLAMA_7B.parameters() + 8 * (LLAMA_7B.parameters() - embedding) / 8 + 8 * embedding
+    assert states(memory) == pytest.approx(expected, rel=0.01)
     # Whole parameters are assigned to ranks: even with very many ranks, one of them holds the largest parameter.
     many = rank(Layout(strategy="zero1", zero1=True, dp_replicate=4096), precision="fp32")
-    assert (many.optimizer_gib or 0) * GIB == 8 * 32000 * 4096
+    assert (many.optimizer_gib or 0) * GIB == 8 * embedding
 
 
 def test_zero2_keeps_and_zero3_gathers_parameters() -> None:
@@ -160,13 +176,15 @@ def test_attention_mask_is_expensive_for_long_sequences() -> None:
 
 
 def test_tp_divides_matrices_and_sp_the_rest() -> None:
-    one, two = rank(Layout(), precision="fp32"), rank(Layout(tp=2), precision="fp32")
+    long: dict[str, Any] = {"precision": "fp32", "seq_len": 8192, "grad_accum": 2}
+    one, two = rank(Layout(), **long), rank(Layout(tp=2), **long)
     norms = 4096 * (2 * 32 + 1)
     assert states(two) == pytest.approx(16 * ((LLAMA_7B.parameters() - norms) / 2 + norms))
-    with_sequence_parallel = rank(Layout(tp=2, sequence_parallel=True), precision="fp32")
+    with_sequence_parallel = rank(Layout(tp=2, sequence_parallel=True), **long)
     assert (one.activations_gib or 0) > (two.activations_gib or 0) > (with_sequence_parallel.activations_gib or 0)
-    assert (two.logits_gib or 0) == (one.logits_gib or 0) / 2
-    whole = rank(Layout(tp=2), precision="fp32", parallel=ParallelSpec(loss_parallel=False))
+    # torch's loss of split logits makes four fp32 tensors rather than three.
+    assert (two.logits_gib or 0) == pytest.approx((one.logits_gib or 0) / 2 * 4 / 3)
+    whole = rank(Layout(tp=2), parallel=ParallelSpec(loss_parallel=False), **long)
     assert whole.logits_gib == one.logits_gib
 
 
@@ -178,18 +196,25 @@ def estimate_pipelined(schedule: str = "1f1b", virtual: int = 1, **changes: Any)
 def test_stage_has_layers_and_one_end() -> None:
     table = 32000 * 4096
     blocks = 8 * LLAMA_7B.block_parameters()
-    assert states(estimate_pipelined(precision="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
+    gradients_in_flight = 4 * 4096 * 11008  # of the matrix whose backward pass runs
+    measured = states(estimate_pipelined(precision="fp32")) - gradients_in_flight
+    assert measured == pytest.approx(16 * (blocks + table), rel=1e-3)
 
 
 def test_in_flight_matches_papers() -> None:
-    few = estimate_pipelined(precision="fp32").activations_gib or 0
-    assert (estimate_pipelined("gpipe", precision="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
-    assert (estimate_pipelined("interleaved", 2, precision="fp32").activations_gib or 0) == pytest.approx(
-        few * (1 + 3 / 8), rel=0.01
-    )
+    def kept(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> float:
+        """Return the bytes of activations without the buffers of the stages and the temporary tensors of a pass."""
+        changes = {"precision": "fp32", "grad_accum": 64, **changes}
+        memory = estimate_pipelined(schedule, virtual, **changes)
+        buffers = (2 * virtual - 1) * changes["grad_accum"] * 2048 * 4096 * 4
+        return (memory.activations_gib or 0) * GIB - buffers - 2048 * 4 * (2 * 11008 + 2 * 4096)
+
+    few = kept()
+    assert kept("gpipe") == pytest.approx(16 * few, rel=0.01)
+    assert kept("interleaved", 2) == pytest.approx(few * (1 + 3 / 8), rel=0.02)
     # The first rank of 1F1B holds about as many layers as the model has: 4 micro-batches of a quarter of the layers.
-    assert few == pytest.approx(rank(Layout(), precision="fp32").activations_gib, rel=0.01)
-    assert (estimate_pipelined(precision="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
+    single = (rank(Layout(), precision="fp32", seq_len=16_384, grad_accum=2).activations_gib or 0) * GIB / 8
+    assert few == pytest.approx(single, rel=0.02)
 
 
 def test_last_rank_peaks_with_large_vocabulary() -> None:
@@ -200,26 +225,30 @@ def test_last_rank_peaks_with_large_vocabulary() -> None:
 
 
 def test_checkpointing_keeps_inputs_and_one_layer() -> None:
+    # With a large one, the loss would need more than the recomputed layer.
+    small_vocabulary = msgspec.structs.replace(LLAMA_7B, vocab_size=1000)
     none, selective, full = (
-        rank(Layout(activation_checkpointing=kind), precision="bf16").activations_gib or 0
+        rank(Layout(activation_checkpointing=kind), small_vocabulary, seq_len=16_384, grad_accum=2).activations_gib or 0
         for kind in ("none", "selective", "full")
     )
     assert full < selective < none
-    tokens, layers = 2048, 32
-    working = none / layers * GIB
-    assert full * GIB == pytest.approx(2 * tokens * 4096 * layers + working, rel=0.05)  # 2 s b h per layer
+    tokens, layers = 16_384, 32
+    gradients = 2 * tokens * (2 * 11008 + 2 * 4096)
+    block = (none * GIB - gradients) / layers
+    assert full * GIB == pytest.approx(2 * tokens * 4096 * layers + block + gradients, rel=0.05)  # 2 s b h per layer
 
 
 def test_offload_keeps_gathered_on_device() -> None:
     on, off = (rank(Layout(strategy="fsdp", dp_shard=8, offload=o)) for o in (False, True))
     assert off.optimizer_gib == 0 and 0 < (off.params_gib or 0) < (on.params_gib or 0)
-    assert states(on) - states(off) == pytest.approx(16 * LLAMA_7B.parameters() / 8, rel=1e-6)
+    assert states(on) - states(off) == pytest.approx(12 * LLAMA_7B.parameters() / 8, rel=0.02)
 
 
 def test_immediate_reduction_keeps_no_whole_gradients() -> None:
     layout = Layout(strategy="fsdp", dp_shard=8)
     each = rank(Layout(strategy="fsdp", dp_shard=8, defer_reduction=False), grad_accum=4)
-    assert each.grads_gib == rank(layout).grads_gib
+    share = 4 * LLAMA_7B.parameters() / 8 / GIB
+    assert (each.grads_gib or 0) - (rank(layout).grads_gib or 0) == pytest.approx(share * 31 / 32, rel=0.05)
     assert (each.grads_gib or 0) < (rank(layout, grad_accum=4).grads_gib or 0) / 4
 
 

@@ -1,0 +1,322 @@
+"""Peak memory of a rank of the built-in trainer: the tensors alive at each moment of a step that can be the peak.
+
+The moments follow from the code of ``train/`` and torch 2.13: DDP's buckets (``reducer.cpp``), the buffers of
+``fully_shard`` and when it frees them (``_fsdp_param_group.py``, ``_fsdp_collectives.py``), the receive buffers of
+pipeline stages (``pipelining/stage.py``), autocast's cache of cast weights, and the owners of unsharded updates.
+``make fake-memory`` compares them with torch's memory tracker.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from clustertrain.config.optimizers import OPTIMIZERS
+from clustertrain.plan.cost import activations
+from clustertrain.plan.cost.activations import PassConfig, RankStage
+from clustertrain.plan.cost.frameworks import Framework
+from clustertrain.plan.cost.model_shape import DecoderShape
+from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner
+from clustertrain.plan.layout import Layout
+
+FP32 = 4
+
+
+class Moment(NamedTuple):
+    """Bytes in use at one moment."""
+
+    params: float = 0.0
+    """Parameters, with their casts and what ``fully_shard`` gathers."""
+    grads: float = 0.0
+    """Gradients, with the buffers in which they are reduced."""
+    optimizer: float = 0.0
+    """State, with the temporary tensors of the update."""
+    activations: float = 0.0
+    """Activations, with temporary tensors of the passes and the buffers of pipeline stages."""
+    logits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class PassBytes(NamedTuple):
+    """Bytes of a rank's passes, which do not depend on how data parallelism shards the parameters."""
+
+    saved: float
+    """Kept for the backward pass, of all micro-batches in flight."""
+    block_backward: float
+    """Added by a block's backward pass."""
+    logits: float
+    """Of the loss, at the start of the first backward pass."""
+    later_logits: float
+    """The same for the second micro-batch of a pipeline."""
+    stage_buffers: float
+    """In which pipeline stages receive."""
+
+
+PassCache = dict[tuple[object, ...], PassBytes]
+
+
+def find_peak(
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    stage: RankStage,
+    framework: Framework,
+    cache: PassCache | None = None,
+) -> Moment:
+    """Return the moment of a step in which the rank needs the most memory.
+
+    Args:
+        cache: saves a search from counting the same passes for every way to shard the parameters.
+    """
+    step = _Step(model, layout, config, stage, framework, _count_passes(model, layout, config, stage, framework, cache))
+    passes = step.fully_sharded_passes() if layout.is_fully_sharded else step.plain_passes()
+    return max((*passes, step.update()), key=sum)
+
+
+class LowerBounds(NamedTuple):
+    """Bytes that a rank needs at least at two moments: those of state and passes can be added."""
+
+    loss: float
+    """When the loss is computed."""
+    block: float
+    """In the backward pass of a block."""
+
+
+def bound_state(
+    model: DecoderShape, layout: Layout, config: PassConfig, stage: RankStage, framework: Framework
+) -> LowerBounds:
+    """Return bounds for parameters, gradients and optimizer state, whatever the micro-batch and recomputation."""
+    step = _Step(model, layout, config, stage, framework, PassBytes(0.0, 0.0, 0.0, 0.0, 0.0))
+    gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
+    state = step.state.total
+    return LowerBounds(state if layout.reshard_after_forward else state + gathered, state + gathered)
+
+
+def bound_pass(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
+    """Return bounds for activations and logits without a pipeline, however parameters are sharded."""
+    passes = _count_passes(model, layout, config, RankStage(model.layers), framework, None)
+    return LowerBounds(passes.saved + passes.logits, passes.saved + passes.block_backward)
+
+
+def _count_passes(
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    stage: RankStage,
+    framework: Framework,
+    cache: PassCache | None,
+) -> PassBytes:
+    key = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.activation_checkpointing,
+           config.micro_batch, config.grad_accum, config.autocast, stage)  # fmt: skip
+    cached = cache.get(key) if cache is not None else None
+    if cached is not None:
+        return cached
+    tokens = config.micro_batch * config.seq_len / layout.cp
+    stream = config.residual_bytes * model.dim / (layout.tp if layout.sequence_parallel else 1)
+    kept = activations.saved_bytes(model, config, layout, stage, framework)
+    # The feed-forward layer: three gradients of its width without the product, which is freed, and two of the stream.
+    block_backward = 2 * config.compute_bytes * model.hidden / layout.tp + stream + config.compute_bytes * model.dim
+    if layout.activation_checkpointing != "none":
+        block_backward += activations.block_bytes(model, config, layout, framework)
+    # A stage keeps one buffer per micro-batch for activations, and one for gradients, from step to step.
+    buffers = (2 * layout.virtual_stages - stage.embedding - stage.head) * config.grad_accum if layout.pp > 1 else 0
+    logits = tokens * model.vocab_size * stage.head
+    result = PassBytes(
+        saved=tokens * kept * stage.in_flight,
+        block_backward=tokens * block_backward,
+        logits=logits * _logit_bytes(layout, config, framework, stage.in_flight),
+        later_logits=logits * _logit_bytes(layout, config, framework, stage.in_flight - 1),
+        stage_buffers=buffers * tokens * stream,
+    )
+    if cache is not None:
+        cache[key] = result
+    return result
+
+
+def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, in_flight: float) -> float:
+    """Return the bytes per logit at the start of the backward pass: fp32 log-softmax, its gradient and the logits'.
+
+    torch's loss of split logits has one more fp32 tensor. A pipeline keeps the outputs of its stages, and gpipe the
+    log-softmax of all micro-batches.
+    """
+    is_split = layout.tp > 1 and config.parallel.loss_parallel
+    is_gathered = is_split and framework.whole_logits
+    shards = layout.tp if is_split and not is_gathered else 1
+    output = config.compute_bytes / (layout.tp if is_split else 1) if layout.pp > 1 or is_gathered else 0.0
+    loss = (4 if shards > 1 else 3) * FP32 / shards
+    others = in_flight - 1 if layout.schedule == "gpipe" else 0.0
+    return output + loss + others * (output + FP32 / shards)
+
+
+class _Step:
+    """Counts of a rank, and the moments made of them."""
+
+    def __init__(
+        self,
+        model: DecoderShape,
+        layout: Layout,
+        config: PassConfig,
+        stage: RankStage,
+        framework: Framework,
+        passes: PassBytes,
+    ) -> None:
+        self.model, self.layout, self.config, self.stage, self.framework = model, layout, config, stage, framework
+        self.passes = passes
+        self.is_recomputed = layout.activation_checkpointing != "none"
+        norms = 2 * model.dim
+        self.matrices = (model.block_parameters() - norms) // layout.tp  # elements of a block
+        self.block = self.matrices + norms
+        self.table = model.vocab_size * model.dim // layout.tp  # elements of an embedding or a head
+        self.is_tied = model.tie_embeddings and stage.embedding and stage.head and layout.pp == 1
+        tables = stage.embedding + stage.head - self.is_tied
+        self.ends = tables * self.table + (model.dim if stage.head else 0)
+        self.total = stage.blocks * self.block + self.ends
+        # Ranks that share a sequence share its parameters too.
+        self.shard_ranks = layout.dp_shard * layout.cp if layout.is_sharded else 1
+        self.local = -(-self.total // self.shard_ranks)
+        # The gradient of a split embedding covers the whole vocabulary, unless a tied head adds one that is split.
+        is_split_table = layout.tp > 1 and stage.embedding and not self.is_tied
+        self.table_excess = model.vocab_size * model.dim - self.table if is_split_table else 0
+        # Whether there are gradients of earlier micro-batches when the most activations exist.
+        self.trained = framework.grad_bytes / FP32  # fraction of the parameters
+        self.accumulates = config.grad_accum > (stage.in_flight if layout.pp > 1 else 1)
+        self.owned = self._find_owned()
+        self.state = self._count_state()
+
+    def _find_owned(self) -> OwnedParams | None:
+        """Return the whole parameters whose state this rank holds; None if it holds the state of its shards."""
+        optim, layout, stage = self.framework.optim, self.layout, self.stage
+        ranks = layout.gradient_ranks if layout.zero1 else self.shard_ranks * layout.tp
+        if ranks == 1 or not (layout.zero1 or OPTIMIZERS[optim.name].needs_unsharded):
+            return None
+        return find_heaviest_owner(
+            optim, self.model, stage.blocks, embedding=stage.embedding, head=stage.head and not self.is_tied,
+            ranks=ranks, zero1=layout.zero1,
+        )  # fmt: skip
+
+    def _count_state(self) -> Moment:
+        if self.layout.offload:
+            return Moment(activations=self.passes.stage_buffers)
+        optimizer = self.local * self.framework.optimizer_bytes
+        if self.owned is not None:
+            optimizer = self.owned.state_bytes * self.trained
+            if OPTIMIZERS[self.framework.optim.name].matrices_only and not self.layout.zero1:
+                rest = self.local - self.stage.blocks * self.matrices / self.shard_ranks
+                optimizer += 8 * rest * self.trained  # AdamW's
+        return Moment(params=FP32 * self.local, optimizer=optimizer, activations=self.passes.stage_buffers)
+
+    def _moment(
+        self, *, params: float = 0.0, grads: float = 0.0, activations: float = 0.0, logits: float = 0.0
+    ) -> Moment:
+        """Return the moment with these bytes besides the state."""
+        state = self.state
+        return Moment(
+            state.params + params, self.trained * grads, state.optimizer, state.activations + activations, logits
+        )
+
+    def plain_passes(self) -> list[Moment]:
+        """Return the moments without ``fully_shard``: a single rank, DDP, tensor or pipeline parallelism."""
+        layout, stage, passes, compute = self.layout, self.stage, self.passes, self.config.compute_bytes
+        all_grads = FP32 * self.total
+        # DDP keeps its buckets; the gradients of micro-batches that it does not reduce are separate tensors.
+        buckets = all_grads if layout.strategy in ("ddp", "zero1") else 0.0
+        before = buckets + all_grads * self.accumulates
+        head_cast = block_casts = 0.0
+        if self.config.autocast:
+            head_cast, block_casts = compute * self.table * stage.head, compute * stage.blocks * self.matrices
+        kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
+        # autocast keeps all casts until the loss is computed, from logits, their fp32 copy and log-softmax.
+        loss_forward = self._moment(
+            params=kept_casts + (block_casts if self.is_recomputed else 0.0), grads=before, activations=passes.saved,
+            logits=passes.logits * (compute + 2 * FP32) / (3 * FP32),
+        )  # fmt: skip
+        loss_backward = self._moment(params=kept_casts, grads=before, activations=passes.saved, logits=passes.logits)
+        # A gradient is cast before it is added.
+        cast_bytes = compute * self.config.autocast + FP32
+        weight_grad = cast_bytes * self.model.dim * self.model.hidden / layout.tp
+        head_grads = 0.0 if before else FP32 * self.table * stage.head
+        first_block = self._moment(
+            params=kept_casts, grads=before + head_grads + weight_grad, activations=passes.saved + passes.block_backward
+        )
+        # tensor parallelism computes it for the whole vocabulary.
+        table_grad = FP32 * self.model.vocab_size * self.model.dim * stage.embedding
+        last_block = self._moment(
+            grads=max(before, all_grads) + max(weight_grad, table_grad), activations=passes.block_backward
+        )
+        later = [self._next_micro_batch(moment, all_grads) for moment in (loss_backward, first_block)]
+        return [loss_forward, loss_backward, first_block, *later, last_block]
+
+    def fully_sharded_passes(self) -> list[Moment]:
+        """Return the moments under ``fully_shard``."""
+        layout, stage, passes, compute = self.layout, self.stage, self.passes, self.config.compute_bytes
+        blocks = max(1, stage.blocks)
+        shards = 0.0 if layout.offload else FP32 * self.local
+        defers = layout.pp > 1 or (self.config.grad_accum > 1 and layout.defer_reduction)
+        end_grads = self.ends + self.table_excess
+        whole = FP32 * (stage.blocks * self.block + end_grads)
+        before = (whole if defers else shards) * self.accumulates
+        gathered = self.count_gathered()
+        loss = self._moment(
+            params=0.0 if layout.reshard_after_forward else gathered, grads=before, activations=passes.saved,
+            logits=passes.logits,
+        )  # fmt: skip
+        new_grads = compute * (self.block + self.table * stage.head)
+        first_block = self._moment(
+            params=gathered, grads=before + new_grads, activations=passes.saved + passes.block_backward
+        )
+        # While the next block runs, the last one's gradients are reduced; accumulated ones are freed then.
+        reduced = 0.0 if defers else FP32 * self.block + (0.0 if before else shards / blocks)
+        next_block = self._moment(
+            params=gathered, grads=before + new_grads + reduced,
+            activations=passes.saved * (1 - 1 / blocks) + passes.block_backward,
+        )  # fmt: skip
+        block_shards = 0.0 if layout.offload else FP32 * stage.blocks * self.block / self.shard_ranks
+        # Tensor parallelism computes the embedding's gradient for the whole vocabulary; a tied one is split and added.
+        table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
+        table_grads += compute * self.table * (stage.head + 2 * (layout.tp > 1 and self.is_tied))
+        embedding = self._moment(
+            params=compute * self.ends, grads=table_grads + self._accumulated_at_embedding(block_shards, whole)
+        )
+        # The parameters outside blocks are reduced last. Their gradients are freed when they have been copied.
+        later = [self._next_micro_batch(moment, whole) for moment in (loss, first_block)]
+        root = self._moment(grads=block_shards + (FP32 if defers else compute) * end_grads + FP32 * self.ends)
+        return [loss, first_block, next_block, *later, embedding, root]
+
+    def _accumulated_at_embedding(self, block_shards: float, whole: float) -> float:
+        """Return the bytes of the other gradients when the embedding's is computed under ``fully_shard``."""
+        block = FP32 * self.block
+        if self.layout.pp == 1 and (self.config.grad_accum == 1 or not self.layout.defer_reduction):
+            return block_shards + block  # the first block's are being reduced
+        if self.layout.pp == 1 and self.config.grad_accum == 2:
+            return self.stage.blocks * block  # of the first micro-batch; the second one's are reduced block by block
+        return whole
+
+    def count_gathered(self) -> float:
+        """Return the bytes of gathered parameters in a block's pass."""
+        blocks = self.stage.blocks
+        if self.layout.reshard_after_forward:
+            # The result of the next all-gather exists besides the parameters copied from the last one.
+            blocks = min(blocks, 2 if self.shard_ranks > 1 else 1)
+        return self.config.compute_bytes * (self.ends + blocks * self.block)
+
+    def _next_micro_batch(self, moment: Moment, all_grads: float) -> Moment:
+        """Return ``moment`` in the backward pass of a pipeline's second micro-batch: the first one's activations are
+        gone, and all gradients exist."""
+        if self.layout.pp == 1 or self.accumulates:
+            return moment
+        return moment._replace(
+            grads=moment.grads + self.trained * all_grads,
+            activations=moment.activations - self.passes.saved / self.stage.in_flight,
+            logits=self.passes.later_logits if moment.logits else 0.0,
+        )
+
+    def update(self) -> Moment:
+        """Return the moment of the optimizer step."""
+        state, grads = self.state, 0.0 if self.layout.offload else FP32 * self.local
+        temporary = 0.0
+        if self.owned is not None and not self.layout.zero1:
+            # Owners gather values and gradients, each through a buffer; the others' shards leave through one.
+            temporary = 3 * FP32 * self.owned.elements + FP32 * self.local
+        return Moment(state.params, self.trained * grads, state.optimizer + temporary, state.activations)

@@ -1,0 +1,52 @@
+"""The plan's memory compared with the peaks that ``make fake-memory`` traced with torch's memory tracker."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from benchmarks import measure
+from clustertrain import fsio
+from tests.harness.fake_cluster.memory_cells import MemoryCell, draw_cells
+
+MEDIAN, WORST = 0.03, 0.08
+
+
+@pytest.fixture(scope="module")
+def traced() -> list[tuple[MemoryCell, float]]:
+    """Return the cells of the results with their peaks in GiB."""
+    result: Any = fsio.read_json(measure.RESULTS / "fake_memory.json")
+    rows: Mapping[str, Any] = {row["cell"]: row for row in result["rows"]}
+    cells = [cell for cell in draw_cells() if cell.name in rows]
+    assert len(cells) == len(rows) >= 200
+    return [(cell, sum(rows[cell.name]["traced_gib"].values())) for cell in cells]
+
+
+def predict_allocated(cell: MemoryCell) -> float:
+    return sum(n for category, n in cell.predict().items() if category != "overhead")
+
+
+def test_predictions_match_traces(traced: list[tuple[MemoryCell, float]]) -> None:
+    errors = {cell.name: abs(predict_allocated(cell) / peak - 1) for cell, peak in traced}
+    assert {name: error for name, error in errors.items() if error > WORST} == {}
+    assert statistics.median(errors.values()) <= MEDIAN
+
+
+def test_nothing_fits_that_does_not(traced: list[tuple[MemoryCell, float]]) -> None:
+    """With its margins, no prediction is below the traced peak: there is no capacity at which only it would fit."""
+    assert {cell.name for cell, peak in traced if sum(cell.predict().values()) < peak} == set()
+
+
+def test_cells_cover_the_trainer(traced: list[tuple[MemoryCell, float]]) -> None:
+    cells = [cell for cell, _ in traced]
+    assert {c.layout.strategy for c in cells} >= {"single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"}
+    assert {c.layout.schedule for c in cells} >= {None, "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
+    assert {c.precision for c in cells} == {"bf16", "fp16", "fp32"}
+    assert len({c.recipe.optim.name for c in cells}) == 11
+    assert (
+        min(c.recipe.model.parameters() for c in cells) < 2e8 and max(c.recipe.model.parameters() for c in cells) > 4e11
+    )
+    assert 0.2 < sum(c.is_held_out for c in cells) / len(cells) < 0.45
