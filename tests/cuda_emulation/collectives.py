@@ -38,10 +38,16 @@ def check_order(traces: Mapping[int, Sequence[Event]], groups: Mapping[str, Sequ
         shared = {name for name, ranks in groups.items() if a in ranks and b in ranks}
         sides = [[e for e in traces[r] if e.kind == "collective" and _is_shared(e, shared)] for r in (a, b)]
         for first, second in itertools.zip_longest(*sides):
-            if first is None or second is None or first.name != second.name:
+            if first is None or second is None or _signature(first) != _signature(second):
                 mismatches.append(Mismatch((a, b), first, second))
                 break
     return mismatches
+
+
+def _signature(event: Event) -> str:
+    """Return group, operation and tensors; of an all-to-all without the tensors, whose sizes may differ by rank."""
+    group, operation, tensors = event.name.split("|")
+    return f"{group}|{operation}" if operation == "all_to_all_single" else f"{group}|{operation}|{tensors}"
 
 
 def _is_shared(event: Event, groups: set[str]) -> bool:

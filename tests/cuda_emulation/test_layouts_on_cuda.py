@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_emulation import trace
+from tests.cuda_emulation import sync_budget, trace
 from tests.cuda_emulation.collectives import check_order
 from tests.cuda_emulation.layouts import CASES, NOT_ON_CPU, Case
 from tests.cuda_emulation.races import RaceChecker
-from tests.cuda_emulation.sync_budget import expected_syncs
 from tests.cuda_emulation.trace import Event
 from tests.ranks.rank_pool import Ranks, make_run
 
@@ -84,12 +83,17 @@ def test_losses_equal_the_cpu_s(name: str) -> None:
 
 @pytest.mark.parametrize("name", _cases())
 def test_host_waits_only_where_named(name: str) -> None:
-    """The host waits as often as :mod:`tests.cuda_emulation.sync_budget` allows, and nowhere else."""
+    """The host waits where :mod:`tests.cuda_emulation.sync_budget` says so, and nowhere else."""
     steps = TRACED[1] - TRACED[0] + 1
     for rank, events in traced_run(name).events.items():
         syncs = Counter((e.name, e.place) for e in events if e.kind == "sync")
-        per_step = {key: count / steps for key, count in syncs.items()}
-        assert per_step == expected_syncs(name, rank), f"rank {rank}"
+        assert not sync_budget.excess(name, {wait: n / steps for wait, n in syncs.items()}), f"rank {rank}"
+
+
+def test_each_allowed_wait_has_a_reason() -> None:
+    allowed = {*sync_budget.EVERY_STEP, *(wait for waits in sync_budget.MORE.values() for wait in waits)}
+    assert allowed == sync_budget.REASONS.keys()
+    assert sync_budget.MORE.keys() <= CASES.keys()
 
 
 @pytest.mark.parametrize("name", _cases())

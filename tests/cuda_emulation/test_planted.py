@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from clustertrain.plan.layout import Layout
-from tests.cuda_emulation import planted, trace
+from tests.cuda_emulation import planted, sync_budget, trace
 from tests.cuda_emulation.races import RaceChecker
-from tests.cuda_emulation.sync_budget import expected_syncs
 from tests.ranks.rank_pool import Ranks, make_run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.emulated]
@@ -67,8 +66,8 @@ def test_wrong_placement_fails_the_run(tmp_path: Path, fault: Setup, message: st
 def test_hidden_wait_exceeds_the_budget(tmp_path: Path, fault: Setup, name: str) -> None:
     ranks = _run(tmp_path, ONE, _trace_with, fault, "sync").expect(0)
     syncs = Counter((e.name, e.place) for e in _events(ranks))
-    unexpected = {what for (what, place), n in syncs.items() if n / 2 != expected_syncs("ddp", 0).get((what, place))}
-    assert name in unexpected
+    unexpected = sync_budget.excess("ddp", {wait: n / 2 for wait, n in syncs.items()})
+    assert [what for what, _ in unexpected] == [name]
 
 
 @pytest.mark.parametrize(
