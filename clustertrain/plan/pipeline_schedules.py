@@ -74,9 +74,11 @@ def in_flight_micro_batches(layout: Layout, micro_batches: int, rank: int) -> fl
     if p == 1:
         return 1.0
     later_ranks = p - 1 - rank
-    in_flight = {
-        "gpipe": float(micro_batches),
-        "1f1b": later_ranks + 1.0,
-        "interleaved": ((v - 1) * p + 2 * later_ranks + 1) / v,
-    }.get(layout.schedule or "", float(p))
-    return min(in_flight, float(micro_batches))
+    in_flight = float(p)
+    if layout.schedule == "gpipe":
+        in_flight = micro_batches
+    elif layout.schedule == "1f1b":
+        in_flight = later_ranks + 1
+    elif layout.schedule == "interleaved":
+        in_flight = ((v - 1) * p + 2 * later_ranks + 1) / v
+    return float(min(in_flight, micro_batches))

@@ -90,8 +90,10 @@ def bound_state(
     """Return bounds for parameters, gradients and optimizer state, whatever the micro-batch and recomputation."""
     step = _Step(model, layout, config, stage, framework, PassBytes(0.0, 0.0, 0.0, 0.0, 0.0))
     gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
+    # In a pipeline, some micro-batch's backward pass finds the gradients of another.
+    grads = step.trained * FP32 * step.total if layout.pp > 1 and config.grad_accum > 1 else 0.0
     state = step.state.total
-    return LowerBounds(state if layout.reshard_after_forward else state + gathered, state + gathered)
+    return LowerBounds(state if layout.reshard_after_forward else state + gathered, state + gathered + grads)
 
 
 def bound_pass(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
