@@ -57,26 +57,26 @@ class RankStage:
 
 
 def peak_memory_stages(
-    model: DecoderShape, layout: Layout, micro_batches: int, *, even_stages: bool = False
+    model: DecoderShape, layout: Layout, micro_batches: int, framework: Framework = CLUSTERTRAIN
 ) -> list[RankStage]:
     """Return the parts of the ranks of a pipeline that may need the most memory; without one, the only part.
 
     These are the first and the last rank, and of the ranks with more blocks than the first the one that keeps the most
-    micro-batches.
-
-    Args:
-        even_stages: all stages have equally many blocks regardless of embedding and head, as in Megatron.
+    micro-batches. How other frameworks assign spare blocks to early stages is unknown; the first may have one.
     """
     if layout.pp == 1:
         return [RankStage(model.layers)]
     last = layout.pp - 1
-    if even_stages:
+    if framework.even_stages:
         blocks = (-(-model.layers // layout.pp),) * layout.pp
-        ranks, head_rank = [0, last], last
-    else:
+    elif framework.is_built_in:
         blocks = blocks_by_rank(model, layout)
-        ranks = sorted({0, blocks.index(max(blocks)), last})
-        head_rank = 0 if layout.schedule == "zbv" else last  # zbv's stages run down the ranks and up again
+    else:
+        early_blocks, last_blocks = split_blocks(model, pipeline_schedules.num_stages(layout))
+        other_blocks = (layout.virtual_stages - 1) * early_blocks
+        blocks = (other_blocks + early_blocks,) * last + (other_blocks + last_blocks,)
+    ranks = sorted({0, blocks.index(max(blocks)), last})
+    head_rank = 0 if layout.schedule == "zbv" else last  # zbv's stages run down the ranks and up again
     return [
         RankStage(
             blocks[rank], embedding=rank == 0, head=rank == head_rank,
