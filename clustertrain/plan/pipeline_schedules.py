@@ -68,15 +68,20 @@ def in_flight_micro_batches(layout: Layout, micro_batches: int, rank: int) -> fl
     """Return the micro-batches whose activations pipeline rank ``rank`` keeps at its peak.
 
     Counted from the forward passes that a schedule runs before the first backward pass. 1F1B and interleaved: arXiv
-    2205.05198, section 4.2.3; zero-bubble and ZBV keep 1F1B's peak on every rank (arXiv 2401.10241, table 1).
+    2205.05198, section 4.2.3; zero-bubble and ZBV keep 1F1B's peak on every rank (arXiv 2401.10241, table 1), ZBV with
+    2 p - 1 micro-batches or more.
     """
     p, v = layout.pp, layout.virtual_stages
     if p == 1:
         return 1.0
     later_ranks = p - 1 - rank
-    in_flight = {
-        "gpipe": float(micro_batches),
-        "1f1b": later_ranks + 1.0,
-        "interleaved": ((v - 1) * p + 2 * later_ranks + 1) / v,
-    }.get(layout.schedule or "", float(p))
-    return min(in_flight, float(micro_batches))
+    in_flight = float(p)
+    if layout.schedule == "gpipe":
+        in_flight = micro_batches
+    elif layout.schedule == "1f1b":
+        in_flight = later_ranks + 1
+    elif layout.schedule == "interleaved":
+        in_flight = ((v - 1) * p + 2 * later_ranks + 1) / v
+    elif layout.schedule == "zbv":  # of the first and of the second stage of the rank
+        in_flight = (min(p + later_ranks, micro_batches) + min(rank + 1, micro_batches)) / 2
+    return float(min(in_flight, micro_batches))

@@ -57,44 +57,54 @@ class RankStage:
 
 
 def peak_memory_stages(
-    model: DecoderShape, layout: Layout, micro_batches: int, *, even_stages: bool = False
+    model: DecoderShape, layout: Layout, micro_batches: int, framework: Framework = CLUSTERTRAIN
 ) -> list[RankStage]:
     """Return the parts of the ranks of a pipeline that may need the most memory; without one, the only part.
 
     These are the first and the last rank, and of the ranks with more blocks than the first the one that keeps the most
-    micro-batches.
-
-    Args:
-        even_stages: all stages have equally many blocks regardless of embedding and head, as in Megatron.
+    micro-batches. How other frameworks assign spare blocks to early stages is unknown; the first may have one.
     """
     if layout.pp == 1:
         return [RankStage(model.layers)]
-    in_flight = [pipeline_schedules.in_flight_micro_batches(layout, micro_batches, rank) for rank in range(layout.pp)]
-    if even_stages:
-        blocks_per_rank = -(-model.layers // layout.pp)
-        return [
-            RankStage(blocks_per_rank, head=False, in_flight=in_flight[0]),
-            RankStage(blocks_per_rank, embedding=False, in_flight=in_flight[-1]),
-        ]
-    blocks = blocks_by_rank(model, layout)
-    head_rank = 0 if layout.schedule == "zbv" else layout.pp - 1  # zbv's stages run down the ranks and up again
-    largest = blocks.index(max(blocks))
+    last = layout.pp - 1
+    if framework.even_stages:
+        blocks = (-(-model.layers // layout.pp),) * layout.pp
+    elif framework.is_built_in:
+        blocks = blocks_by_rank(model, layout)
+    else:
+        early_blocks, last_blocks = split_blocks(model, pipeline_schedules.num_stages(layout))
+        other_blocks = (layout.virtual_stages - 1) * early_blocks
+        blocks = (other_blocks + early_blocks,) * last + (other_blocks + last_blocks,)
+    ranks = sorted({0, blocks.index(max(blocks)), last})
+    head_rank = 0 if layout.schedule == "zbv" else last  # zbv's stages run down the ranks and up again
     return [
-        RankStage(blocks[rank], embedding=rank == 0, head=rank == head_rank, in_flight=in_flight[rank])
-        for rank in sorted({0, largest, layout.pp - 1})
-    ]
+        RankStage(
+            blocks[rank], embedding=rank == 0, head=rank == head_rank,
+            in_flight=pipeline_schedules.in_flight_micro_batches(layout, micro_batches, rank),
+        )
+        for rank in ranks
+    ]  # fmt: skip
 
 
-def blocks_by_rank(model: DecoderShape, layout: Layout) -> list[int]:
+def blocks_by_rank(model: DecoderShape, layout: Layout) -> tuple[int, ...]:
     """Return the number of blocks of each pipeline rank, as ``train/distributed/pipeline_stages.py`` assigns them."""
-    stages = pipeline_schedules.num_stages(layout)
-    early_blocks, last_blocks = split_blocks(model, stages)
+    early_blocks, last_blocks = split_blocks(model, pipeline_schedules.num_stages(layout))
+    return _assign_blocks(
+        model.layers, early_blocks, last_blocks, layout.pp, layout.virtual_stages, layout.schedule == "zbv"
+    )
+
+
+@cache
+def _assign_blocks(
+    layers: int, early_blocks: int, last_blocks: int, pp: int, virtual_stages: int, is_zbv: bool
+) -> tuple[int, ...]:
+    stages = pp * virtual_stages
     # Of the early stages, the last ones have one block more.
-    fewer = early_blocks * (stages - 1) - (model.layers - last_blocks)
+    fewer = early_blocks * (stages - 1) - (layers - last_blocks)
     blocks = [early_blocks - 1] * fewer + [early_blocks] * (stages - 1 - fewer) + [last_blocks]
-    if layout.schedule == "zbv":
-        return [blocks[rank] + blocks[stages - 1 - rank] for rank in range(layout.pp)]
-    return [sum(blocks[rank :: layout.pp]) for rank in range(layout.pp)]
+    if is_zbv:
+        return tuple(blocks[rank] + blocks[stages - 1 - rank] for rank in range(pp))
+    return tuple(sum(blocks[rank::pp]) for rank in range(pp))
 
 
 def split_blocks(model: DecoderShape, stages: int) -> tuple[int, int]:

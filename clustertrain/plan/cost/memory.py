@@ -61,7 +61,7 @@ def estimate_memory(
     Args:
         cache: saves a search from counting the same activations for every way to shard the parameters.
     """
-    stages = peak_memory_stages(model, layout, config.grad_accum, even_stages=framework.even_stages)
+    stages = peak_memory_stages(model, layout, config.grad_accum, framework)
     estimates = [_estimate_stage(model, layout, config, stage, capacity_gib, framework, cache) for stage in stages]
     return max(estimates, key=lambda memory: memory.peak_gib or 0.0)
 
@@ -96,7 +96,7 @@ def _estimate_stage(
 
 def bound_state(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
     """Return lower bounds of the bytes of parameters, gradients and optimizer state, whatever the micro-batch."""
-    stages = peak_memory_stages(model, layout, config.grad_accum, even_stages=framework.even_stages)
+    stages = peak_memory_stages(model, layout, config.grad_accum, framework)
     if framework.is_built_in:
         return max(trainer_memory.bound_state(model, layout, config, stage, framework) for stage in stages)
     single_pass = replace(config, autocast=False, grad_accum=1)

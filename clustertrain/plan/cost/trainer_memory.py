@@ -17,6 +17,7 @@ from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner
 from clustertrain.plan.layout import Layout
+from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 
 FP32 = 4
 
@@ -90,8 +91,10 @@ def bound_state(
     """Return bounds for parameters, gradients and optimizer state, whatever the micro-batch and recomputation."""
     step = _Step(model, layout, config, stage, framework, PassBytes(0.0, 0.0, 0.0, 0.0, 0.0))
     gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
+    # In a pipeline, some micro-batch's backward pass finds the gradients of another.
+    grads = step.trained * FP32 * step.total if layout.pp > 1 and config.grad_accum > 1 else 0.0
     state = step.state.total
-    return LowerBounds(state if layout.reshard_after_forward else state + gathered, state + gathered)
+    return LowerBounds(state if layout.reshard_after_forward else state + gathered, state + gathered + grads)
 
 
 def bound_pass(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
@@ -120,6 +123,10 @@ def _count_passes(
     block_backward = 2 * config.compute_bytes * model.hidden / layout.tp + stream + config.compute_bytes * model.dim
     if layout.activation_checkpointing != "none":
         block_backward += activations.block_bytes(model, config, layout, framework)
+    if layout.schedule in SPLIT_BACKWARD_SCHEDULES:
+        block_backward += (
+            config.compute_bytes * _linear_outputs(model, layout) * -(-stage.blocks // layout.virtual_stages)
+        )
     # A stage keeps one buffer per micro-batch for activations, and one for gradients, from step to step.
     buffers = (2 * layout.virtual_stages - stage.embedding - stage.head) * config.grad_accum if layout.pp > 1 else 0
     logits = tokens * model.vocab_size * stage.head
@@ -133,6 +140,13 @@ def _count_passes(
     if cache is not None:
         cache[key] = result
     return result
+
+
+def _linear_outputs(model: DecoderShape, layout: Layout) -> float:
+    """Return the elements per token of the outputs of a block's linear layers, whose gradients wait for those of the
+    weights if the backward pass is split."""
+    kv = model.kv_heads * (model.dim // model.heads)
+    return (model.dim + 2 * kv + 2 * model.hidden) / layout.tp + 2 * model.dim
 
 
 def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, in_flight: float) -> float:
@@ -262,27 +276,42 @@ class _Step:
             params=0.0 if layout.reshard_after_forward else gathered, grads=before, activations=passes.saved,
             logits=passes.logits,
         )  # fmt: skip
-        new_grads = compute * (self.block + self.table * stage.head)
-        first_block = self._moment(
-            params=gathered, grads=before + new_grads, activations=passes.saved + passes.block_backward
-        )
-        # While the next block runs, the last one's gradients are reduced; accumulated ones are freed then.
-        reduced = 0.0 if defers else FP32 * self.block + (0.0 if before else shards / blocks)
-        next_block = self._moment(
-            params=gathered, grads=before + new_grads + reduced,
-            activations=passes.saved * (1 - 1 / blocks) + passes.block_backward,
-        )  # fmt: skip
+        head_grad = compute * self.table * stage.head
+        weight_grad = compute * self.model.dim * self.model.hidden / layout.tp
+        # While a block runs, the previous one's gradients are reduced; accumulated ones are freed then.
+        reduced = 0.0 if defers else FP32 * self.block
+
+        def in_block(done: int) -> Moment:
+            """Return the moment in the feed-forward layer of a block after ``done`` others."""
+            return self._moment(
+                params=gathered,
+                grads=(before or shards * done / blocks) + head_grad + weight_grad + reduced * (done > 0),
+                activations=passes.saved * (1 - done / blocks) + passes.block_backward,
+            )
+
+        def at_end_of_block(done: int) -> Moment:
+            """Return the moment when a block after ``done`` others has all its gradients and no activations."""
+            return self._moment(
+                params=gathered,
+                grads=(before or shards * done / blocks) + head_grad + compute * self.block + reduced * (done > 0),
+                activations=passes.saved * (1 - (done + 1) / blocks),
+            )
+
+        first_block = in_block(0)
+        second, late = min(1, blocks - 1), max(0, blocks - 2)  # the last one has no next block to gather
+        in_blocks = [first_block, in_block(second), in_block(late), at_end_of_block(second), at_end_of_block(late)]
         block_shards = 0.0 if layout.offload else FP32 * stage.blocks * self.block / self.shard_ranks
-        # Tensor parallelism computes the embedding's gradient for the whole vocabulary; a tied one is split and added.
+        # Tensor parallelism computes the embedding's gradient for the whole vocabulary, and splits it if it is tied. A
+        # tied head's gradient is added to it in a new tensor.
         table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
-        table_grads += compute * self.table * (stage.head + 2 * (layout.tp > 1 and self.is_tied))
+        table_grads += compute * self.table * (stage.head + self.is_tied * (2 if layout.tp > 1 else 1))
         embedding = self._moment(
             params=compute * self.ends, grads=table_grads + self._accumulated_at_embedding(block_shards, whole)
         )
         # The parameters outside blocks are reduced last. Their gradients are freed when they have been copied.
         later = [self._next_micro_batch(moment, whole) for moment in (loss, first_block)]
         root = self._moment(grads=block_shards + (FP32 if defers else compute) * end_grads + FP32 * self.ends)
-        return [loss, first_block, next_block, *later, embedding, root]
+        return [loss, *in_blocks, *later, embedding, root]
 
     def _accumulated_at_embedding(self, block_shards: float, whole: float) -> float:
         """Return the bytes of the other gradients when the embedding's is computed under ``fully_shard``."""

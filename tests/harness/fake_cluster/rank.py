@@ -54,7 +54,7 @@ class RankTrace:
 
     peak: int
     at_peak: dict[str, int]
-    after: dict[str, int]
+    """By category."""
 
 
 def trace_rank(job: Job, rank: int, *, follow_owner: bool = False) -> RankTrace:
@@ -100,10 +100,9 @@ def _stage_inputs(job: Job) -> tuple[tuple[int, ...], torch.dtype]:
     """Return shape and dtype of the hidden states that a pipeline stage receives."""
     layout, recipe = job.layout, job.recipe
     length = recipe.data.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-    half = (
-        parameter_dtype(job.precision) if layout.is_fully_sharded else None
-    )  # autocast keeps the residual stream fp32
-    return (job.batch.micro_batch, length, recipe.model.dim), half or torch.float32
+    # Under autocast the residual stream stays fp32.
+    cast = parameter_dtype(job.precision) if layout.is_fully_sharded else None
+    return (job.batch.micro_batch, length, recipe.model.dim), cast or torch.float32
 
 
 def _trace(
@@ -130,7 +129,7 @@ def _trace(
             micro_batches = [_micro_batch(job) for _ in range(traced_micro_batches(job))]
         step(micro_batches, None, loss, Clipping.from_spec(recipe.optim))
     tracker.record_peak()
-    return RankTrace(tracker.peak, tracker.at_peak, tracker.current())
+    return RankTrace(tracker.peak, tracker.at_peak)
 
 
 def _build_optimizer(

@@ -116,4 +116,4 @@ def test_stage_split_matches_trainer(vocab_size: int, tied: bool) -> None:
             starts = pipeline_stages.balance_stages(pipeline_stages.estimate_costs(model, units), count)
             blocks = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*starts, len(units)])]
             assert split_blocks(spec, count) == (max(blocks[:-1]), blocks[-1]), (layers, count)
-            assert blocks_by_rank(spec, Layout(pp=count, schedule="1f1b")) == blocks
+            assert blocks_by_rank(spec, Layout(pp=count, schedule="1f1b")) == tuple(blocks)

@@ -114,7 +114,7 @@ def test_plan_that_does_not_fit_is_refused_at_submit() -> None:
 def test_fit_without_margin_is_tight() -> None:
     with_margin = make_plan(spec(LARGE, nodes=1, gpus=4, gpu_type="a100", seq_len=2048))
     assert with_margin.memory.fits is True and (with_margin.memory.peak_gib or 0) <= 32 and with_margin.warnings == ()
-    tight = make_plan(spec(LARGE, nodes=1, gpus=8, gpu_type="rtx-4090", seq_len=2048, layout="fsdp"))
+    tight = make_plan(spec(LARGE, nodes=1, gpus=8, gpu_type="rtx-4090", seq_len=4096, layout="fsdp"))
     assert tight.memory.fits is True and 0.8 * 24 < (tight.memory.peak_gib or 0) <= 24
     (warning,) = tight.warnings
     assert warning.startswith("tight: ") and "80% of the 24 GiB of rtx-4090" in warning

@@ -150,7 +150,7 @@ def make_plan(job: dict[str, Any], train: dict[str, Any], parallel: dict[str, An
         ),
         ({"job": {"layout": "ddp"}}, {"job": {"layout": "auto"}}),
         ({"job": {"gpus": 4, "gpu_type": "t4"}}, {"parallel": {"offload": True}}),
-        ({"train": {"global_batch": 8}, "seq_len": 131_072}, {"seq_len": 32_768}),
+        ({"train": {"global_batch": 8}, "seq_len": 262_144}, {"seq_len": 32_768}),
     ],
     ids=["micro-batch", "checkpointing", "layout", "offload", "sequence"],
 )
