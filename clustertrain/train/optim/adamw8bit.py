@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -58,5 +59,12 @@ class AdamW8bit(_AdamW8bit):
 
 
 def _to_torchao_state(moment: dict[str, torch.Tensor], signed: bool, p: torch.Tensor) -> OptimState8bit:
-    template = OptimState8bit.zeros((1,), signed, 1, p.device, p.dtype)  # provides the quantization map
-    return OptimState8bit(moment[_CODES], moment[_SCALE], template.qmap, signed, dtype=p.dtype)
+    qmap = _quantization_map(signed, p.device)
+    return OptimState8bit(moment[_CODES], moment[_SCALE], qmap, signed, dtype=p.dtype)
+
+
+@functools.cache
+def _quantization_map(signed: bool, device: torch.device) -> torch.Tensor:
+    """Return torchao's map, (256,) on ``device``. Each copy of it to a GPU makes the host wait."""
+    qmap: torch.Tensor = OptimState8bit.zeros((1,), signed, 1, device).qmap
+    return qmap
