@@ -189,3 +189,8 @@ def cuda_state_not_saved() -> None:
 
 def cuda_state_not_restored() -> None:
     torch.cuda.set_rng_state = lambda *args: None  # type: ignore[assignment]
+
+
+def state_restored_for_the_cpu() -> None:
+    restore = seeds.restore_rng_state
+    seeds.restore_rng_state = lambda state, device: restore(state, torch.device("cpu"))
