@@ -37,6 +37,11 @@ _SKIP: Mapping[Wait, float] = {SKIP: 1}
 _FP16: Mapping[Wait, float] = {LOSS_SCALE: 1}
 MORE: Mapping[str, Mapping[Wait, float]] = {
     "zero1": _SKIP,
+    "zero1-muon": _SKIP,
+    "tp-sgd": _SKIP,
+    "tp-muon": _SKIP,
+    **{f"fsdp-{name}": _SKIP for name in ("sgd", "lion", "muon", "lamb", "lars", "soap", "shampoo", "adamw8bit")},
+    "fsdp-adafactor": {SKIP: 1, ADAFACTOR: 22},
     "ddp-fp16": _FP16,
     "fsdp-fp16": _FP16,
     "fsdp-offload": {OFFLOADED_GRADIENTS: 24, OFFLOAD_MEMORY: 2, OFFLOADED_NORM: 1, OFFLOADED_SCALE: 1, SKIP: 1},
