@@ -54,6 +54,10 @@ class RankStage:
     head: bool = True
     in_flight: float = 1.0
     """Micro-batches whose activations it keeps."""
+    deferred: int = 0
+    """Passes through a stage for the gradients of weights that wait at most, if the backward pass is split."""
+    in_flight_with_gradients: float = 0.0
+    """Micro-batches whose activations it keeps when it has all gradients of two, if the backward pass is split."""
 
 
 def peak_memory_stages(
@@ -77,17 +81,39 @@ def peak_memory_stages(
         blocks = (other_blocks + early_blocks,) * last + (other_blocks + last_blocks,)
     ranks = sorted({0, blocks.index(max(blocks)), last})
     head_rank = 0 if layout.schedule == "zbv" else last  # zbv's stages run down the ranks and up again
+    is_split = layout.schedule in pipeline_schedules.SPLIT_BACKWARD_SCHEDULES
     return [
         RankStage(
             blocks[rank], embedding=rank == 0, head=rank == head_rank,
-            in_flight=pipeline_schedules.in_flight_micro_batches(layout, micro_batches, rank),
+            in_flight=_average_in_flight(model, layout, micro_batches, rank, framework),
+            deferred=pipeline_schedules.count_deferred(layout, micro_batches, rank),
+            in_flight_with_gradients=(
+                pipeline_schedules.count_in_flight_with_gradients(layout, micro_batches, rank) if is_split else 0.0
+            ),
         )
         for rank in ranks
     ]  # fmt: skip
 
 
+def _average_in_flight(
+    model: DecoderShape, layout: Layout, micro_batches: int, rank: int, framework: Framework
+) -> float:
+    """Return the micro-batches whose activations a rank keeps, on average over its blocks."""
+    if layout.virtual_stages > 1 and framework.is_built_in:
+        blocks = _blocks_of_stages(model, layout)[rank]
+        if len(set(blocks)) > 1:
+            in_flight = pipeline_schedules.in_flight_by_stage(layout, micro_batches, rank)
+            return sum(n * count for n, count in zip(in_flight, blocks, strict=True)) / sum(blocks)
+    return pipeline_schedules.in_flight_micro_batches(layout, micro_batches, rank)
+
+
 def blocks_by_rank(model: DecoderShape, layout: Layout) -> tuple[int, ...]:
     """Return the number of blocks of each pipeline rank, as ``train/distributed/pipeline_stages.py`` assigns them."""
+    return tuple(sum(blocks) for blocks in _blocks_of_stages(model, layout))
+
+
+def _blocks_of_stages(model: DecoderShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return the number of blocks of each stage of each pipeline rank."""
     early_blocks, last_blocks = split_blocks(model, pipeline_schedules.num_stages(layout))
     return _assign_blocks(
         model.layers, early_blocks, last_blocks, layout.pp, layout.virtual_stages, layout.schedule == "zbv"
@@ -97,14 +123,14 @@ def blocks_by_rank(model: DecoderShape, layout: Layout) -> tuple[int, ...]:
 @cache
 def _assign_blocks(
     layers: int, early_blocks: int, last_blocks: int, pp: int, virtual_stages: int, is_zbv: bool
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...], ...]:
     stages = pp * virtual_stages
     # Of the early stages, the last ones have one block more.
     fewer = early_blocks * (stages - 1) - (layers - last_blocks)
     blocks = [early_blocks - 1] * fewer + [early_blocks] * (stages - 1 - fewer) + [last_blocks]
     if is_zbv:
-        return tuple(blocks[rank] + blocks[stages - 1 - rank] for rank in range(pp))
-    return tuple(sum(blocks[rank::pp]) for rank in range(pp))
+        return tuple((blocks[rank], blocks[stages - 1 - rank]) for rank in range(pp))
+    return tuple(tuple(blocks[rank::pp]) for rank in range(pp))
 
 
 def split_blocks(model: DecoderShape, stages: int) -> tuple[int, int]:

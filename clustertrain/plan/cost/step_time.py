@@ -127,6 +127,7 @@ def estimate_without_dp(
     sp_degree = layout.tp if layout.sequence_parallel else 1
     block, head = compute_time.block, compute_time.head_s
     recomputed = _recompute_s(block, mode)
+    recomputations = pipeline_schedules.count_recomputations(layout) if framework.is_built_in else 1
     # The selective modes of torchtitan and Megatron keep the results of collectives; ours does not.
     tensor = _tensor_parallel_s(model, layout, config, network, mode in ("full", "selective", "selective_layer"))
     tensor *= 1.0 - framework.tp_hidden
@@ -135,7 +136,7 @@ def estimate_without_dp(
     # CPU time for Python and launches, as if a stage had one more block: a lower bound.
     host = block.host_s * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
     forward, backward = max(block.forward_s, host), max(block.backward_s, host * c.backward_host)
-    recompute_s = max(recomputed, host if recomputed > 0.5 * block.forward_s else 0.0)
+    recompute_s = recomputations * max(recomputed, host if recomputed > 0.5 * block.forward_s else 0.0)
     if tensor and block.forward_s < host:  # the GPU waits for the CPU and communicates meanwhile
         tensor = max(0.0, tensor - (host * (1 + c.backward_host) - block.forward_s - block.backward_s))
     compute_s = blocks * (forward + backward)

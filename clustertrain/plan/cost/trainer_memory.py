@@ -17,7 +17,7 @@ from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
+from clustertrain.plan.pipeline_schedules import LAYERS_PER_BLOCK, SPLIT_BACKWARD_SCHEDULES
 
 FP32 = 4
 
@@ -89,7 +89,7 @@ def bound_state(
     model: DecoderShape, layout: Layout, config: PassConfig, stage: RankStage, framework: Framework
 ) -> LowerBounds:
     """Return bounds for parameters, gradients and optimizer state, whatever the micro-batch and recomputation."""
-    step = _Step(model, layout, config, stage, framework, PassBytes(0.0, 0.0, 0.0, 0.0, 0.0))
+    step = _Step(model, layout, config, stage, framework, PassBytes(*[0.0] * len(PassBytes._fields)))
     gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
     # In a pipeline, some micro-batch's backward pass finds the gradients of another.
     grads = step.trained * FP32 * step.total if layout.pp > 1 and config.grad_accum > 1 else 0.0
@@ -121,20 +121,22 @@ def _count_passes(
     kept = activations.saved_bytes(model, config, layout, stage, framework)
     # The feed-forward layer: three gradients of its width without the product, which is freed, and two of the stream.
     block_backward = 2 * config.compute_bytes * model.hidden / layout.tp + stream + config.compute_bytes * model.dim
-    if layout.activation_checkpointing != "none":
+    is_split, is_recomputed = layout.schedule in SPLIT_BACKWARD_SCHEDULES, layout.activation_checkpointing != "none"
+    stage_blocks = -(-stage.blocks // layout.virtual_stages)
+    if is_split:
+        if is_recomputed:
+            block_backward = config.compute_bytes * _recomputed_for_weights(model, layout, stage_blocks)
+        block_backward += config.compute_bytes * stage_blocks * (1 + stage.deferred) * _kept_gradients(model, layout)
+    elif is_recomputed:
         block_backward += activations.block_bytes(model, config, layout, framework)
-    if layout.schedule in SPLIT_BACKWARD_SCHEDULES:
-        block_backward += (
-            config.compute_bytes * _linear_outputs(model, layout) * -(-stage.blocks // layout.virtual_stages)
-        )
     # A stage keeps one buffer per micro-batch for activations, and one for gradients, from step to step.
     buffers = (2 * layout.virtual_stages - stage.embedding - stage.head) * config.grad_accum if layout.pp > 1 else 0
     logits = tokens * model.vocab_size * stage.head
     result = PassBytes(
         saved=tokens * kept * stage.in_flight,
         block_backward=tokens * block_backward,
-        logits=logits * _logit_bytes(layout, config, framework, stage.in_flight),
-        later_logits=logits * _logit_bytes(layout, config, framework, stage.in_flight - 1),
+        logits=logits * _logit_bytes(layout, config, framework, stage, stage.in_flight),
+        later_logits=logits * _logit_bytes(layout, config, framework, stage, stage.in_flight - 1),
         stage_buffers=buffers * tokens * stream,
     )
     if cache is not None:
@@ -142,18 +144,36 @@ def _count_passes(
     return result
 
 
-def _linear_outputs(model: DecoderShape, layout: Layout) -> float:
-    """Return the elements per token of the outputs of a block's linear layers, whose gradients wait for those of the
-    weights if the backward pass is split."""
-    kv = model.kv_heads * (model.dim // model.heads)
-    return (model.dim + 2 * kv + 2 * model.hidden) / layout.tp + 2 * model.dim
+def _kept_gradients(model: DecoderShape, layout: Layout) -> float:
+    """Return the elements per token whose gradients a split backward pass keeps for those of a block's weights: the
+    outputs of its linear layers and norms."""
+    norms = 2 * model.dim / (layout.tp if layout.sequence_parallel else 1)
+    return (model.dim + 2 * _kv_width(model) + 2 * model.hidden) / layout.tp + 2 * model.dim + norms
 
 
-def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, in_flight: float) -> float:
+def _recomputed_for_weights(model: DecoderShape, layout: Layout, blocks: int) -> float:
+    """Return the elements per token that the pass for a stage's weights recomputes.
+
+    ``stage_backward_weight`` calls autograd once per layer, and each call recomputes the whole block. The inputs of
+    linear layers and norms are freed when the layer's call is over, everything else at the end of the pass. The peak is
+    in the call for the up or for the down projection of the last block.
+    """
+    layers = LAYERS_PER_BLOCK
+    product = model.hidden / layout.tp
+    rest = (2 * model.dim + 2 * _kv_width(model)) / layout.tp + 3 * product
+    in_up = rest * (layers * blocks - 1) + (product + model.dim) * (layers - 1)
+    return max(in_up, (rest * blocks + product) * layers)
+
+
+def _kv_width(model: DecoderShape) -> int:
+    return model.kv_heads * (model.dim // model.heads)
+
+
+def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, stage: RankStage, in_flight: float) -> float:
     """Return the bytes per logit at the start of the backward pass: fp32 log-softmax, its gradient and the logits'.
 
-    torch's loss of split logits has one more fp32 tensor. A pipeline keeps the outputs of its stages, and gpipe the
-    log-softmax of all micro-batches.
+    torch's loss of split logits has one more fp32 tensor. A pipeline keeps the outputs of its stages, gpipe the
+    log-softmax of all micro-batches, and a split backward pass the gradients of outputs until those of weights are due.
     """
     is_split = layout.tp > 1 and config.parallel.loss_parallel
     is_gathered = is_split and framework.whole_logits
@@ -161,7 +181,7 @@ def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, in_fl
     output = config.compute_bytes / (layout.tp if is_split else 1) if layout.pp > 1 or is_gathered else 0.0
     loss = (4 if shards > 1 else 3) * FP32 / shards
     others = in_flight - 1 if layout.schedule == "gpipe" else 0.0
-    return output + loss + others * (output + FP32 / shards)
+    return output * (1 + stage.deferred) + loss + others * (output + FP32 / shards)
 
 
 class _Step:
@@ -271,6 +291,8 @@ class _Step:
         end_grads = self.ends + self.table_excess
         whole = FP32 * (stage.blocks * self.block + end_grads)
         before = (whole if defers else shards) * self.accumulates
+        unreduced = self._count_unreduced()
+        before += unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
         gathered = self.count_gathered()
         loss = self._moment(
             params=0.0 if layout.reshard_after_forward else gathered, grads=before, activations=passes.saved,
@@ -308,10 +330,30 @@ class _Step:
         embedding = self._moment(
             params=compute * self.ends, grads=table_grads + self._accumulated_at_embedding(block_shards, whole)
         )
-        # The parameters outside blocks are reduced last. Their gradients are freed when they have been copied.
         later = [self._next_micro_batch(moment, whole) for moment in (loss, first_block)]
+        if unreduced:
+            later.append(self._after_two_micro_batches(gathered, whole + unreduced))
+        # The parameters outside blocks are reduced last. Their gradients are freed when they have been copied.
         root = self._moment(grads=block_shards + (FP32 if defers else compute) * end_grads + FP32 * self.ends)
         return [loss, *in_blocks, *later, embedding, root]
+
+    def _count_unreduced(self) -> float:
+        """Return the bytes of gradients that ``fully_shard`` has not yet cast to add them to the others.
+
+        If the backward pass is split, it does so when it has the gradients of the inputs: those of the weights, which
+        come later, wait for the stage's next micro-batch. The first stage of a pipeline does not split its backward
+        pass.
+        """
+        layout, stage, compute = self.layout, self.stage, self.config.compute_bytes
+        if layout.schedule not in SPLIT_BACKWARD_SCHEDULES or self.config.grad_accum == 1 or compute == FP32:
+            return 0.0
+        return compute * stage.blocks * self.block * (1 - stage.embedding / layout.virtual_stages)
+
+    def _after_two_micro_batches(self, params: float, grads: float) -> Moment:
+        """Return the moment when a rank has all gradients of two micro-batches, and a part of them unreduced."""
+        passes, stage = self.passes, self.stage
+        kept = stage.in_flight_with_gradients / stage.in_flight * passes.saved
+        return self._moment(params=params, grads=grads, activations=kept + passes.block_backward * self.is_recomputed)
 
     def _accumulated_at_embedding(self, block_shards: float, whole: float) -> float:
         """Return the bytes of the other gradients when the embedding's is computed under ``fully_shard``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections import Counter
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,23 +28,33 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def torch_accepts(layout: Layout, micro_batches: int) -> bool:
-    """Return whether torch constructs the schedule, from the stages of one rank and without running it."""
+def construct(layout: Layout, micro_batches: int) -> Any:
+    """Return torch's schedule from the stages of the first rank, without running it; None if torch refuses it."""
     schedule_class = CLASSES[layout.schedule or ""]
+    count = pipeline_schedules.num_stages(layout)
+    indices = (0, count - 1) if layout.schedule == "zbv" else range(0, count, layout.pp)
     stages = [
         SimpleNamespace(
-            stage_index=i * layout.pp, num_stages=pipeline_schedules.num_stages(layout), group_size=layout.pp,
-            group_rank=0,
+            stage_index=i, num_stages=count, group_size=layout.pp, group_rank=0,
             submod=nn.Identity(), is_first=i == 0, is_last=False, has_backward=True,
         )
-        for i in range(layout.virtual_stages)
+        for i in indices
     ]  # fmt: skip
     single = layout.schedule in ("gpipe", "1f1b")
     try:
-        schedule_class(stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output)
+        return schedule_class(stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output)
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def torch_accepts(layout: Layout, micro_batches: int) -> bool:
+    return construct(layout, micro_batches) is not None
+
+
+def torch_order(layout: Layout, micro_batches: int, rank: int) -> list[tuple[str, int]]:
+    """Return the names and stages of the rank's passes."""
+    actions = construct(layout, micro_batches).pipeline_order[rank]
+    return [(action.computation_type.name, action.stage_index) for action in actions if action is not None]
 
 
 @pytest.mark.parametrize("schedule", CLASSES)
@@ -80,6 +91,42 @@ def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last
     by_rank = [pipeline_schedules.in_flight_micro_batches(layout, 16, rank) for rank in range(4)]
     assert (by_rank[0], by_rank[-1]) == (first, last) and by_rank == sorted(by_rank, reverse=True)
     assert max(pipeline_schedules.in_flight_micro_batches(layout, 2, rank) for rank in range(4)) <= 2
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8, 16])
+@pytest.mark.parametrize(("schedule", "virtual"), [("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
+def test_in_flight_by_stage_matches_torch(schedule: str, virtual: int, micro_batches: int) -> None:
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
+    for rank in range(4):
+        names = torch_order(layout, micro_batches, rank)
+        first_backward = next(i for i, (name, _) in enumerate(names) if name != "FORWARD")
+        forwards = Counter(stage for _, stage in names[:first_backward])
+        expected = tuple(count for _, count in sorted(forwards.items()))
+        counted = pipeline_schedules.in_flight_by_stage(layout, micro_batches, rank)
+        assert tuple(filter(None, counted)) == expected, rank
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=pp, schedule=schedule, virtual_stages=virtual)
+        for schedule, virtual in (("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2))
+        for pp in (2, 4, 8)
+    ],
+    ids=lambda layout: layout.describe(),
+)
+def test_deferred_passes_match_torch(layout: Layout) -> None:
+    for micro_batches in range(layout.pp, 2 * layout.pp + 2):
+        if pipeline_schedules.unsupported_reason(layout, micro_batches):
+            continue
+        for rank in range(layout.pp):
+            changes = [
+                (name == "BACKWARD_INPUT") - (name == "BACKWARD_WEIGHT")
+                for name, _ in torch_order(layout, micro_batches, rank)
+            ]
+            counted = pipeline_schedules.count_deferred(layout, micro_batches, rank)
+            assert max(accumulate(changes)) == 1 + counted, (micro_batches, rank)
+    assert pipeline_schedules.count_deferred(Layout(pp=4, schedule="1f1b"), 8, 3) == 0
 
 
 @pytest.mark.parametrize(

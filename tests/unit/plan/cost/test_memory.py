@@ -258,3 +258,14 @@ def test_half_precisions_compute_in_two_bytes() -> None:
     layout = Layout(strategy="fsdp", dp_shard=8)
     bf16, fp16, fp8, tf32 = (rank(layout, precision=c).activations_gib for c in ("bf16", "fp16", "fp8", "tf32"))
     assert bf16 == fp16 == fp8 and tf32 == rank(layout, precision="fp32").activations_gib
+
+
+def test_split_backward_keeps_gradients_and_recomputes_more() -> None:
+    def activations(schedule: str, mode: str = "none") -> float:
+        layout = Layout(strategy="fsdp", dp_shard=8, pp=4, schedule=schedule, virtual_stages=2,
+                        activation_checkpointing=mode)  # fmt: skip
+        return rank(layout, grad_accum=4).activations_gib or 0.0
+
+    assert activations("zero-bubble") > activations("interleaved")
+    # Each layer of the four blocks of a stage recomputes its block.
+    assert activations("zero-bubble", "full") > 5 * activations("interleaved", "full")

@@ -28,7 +28,13 @@ def machine(name: str = "h100", precision: str = "bf16") -> Machine:
     return Machine(collectives.build_network(gpu, 8), compute.build_rates(gpu, precision))
 
 
-def step(layout: Layout, gpu: str = "h100", model: DecoderSizes = LLAMA_8B, **changes: Any) -> StepEstimate:
+def step(
+    layout: Layout,
+    gpu: str = "h100",
+    model: DecoderSizes = LLAMA_8B,
+    framework: Framework = CLUSTERTRAIN,
+    **changes: Any,
+) -> StepEstimate:
     config_fields: dict[str, Any] = {
         "seq_len": 8192,
         "micro_batch": 1,
@@ -36,7 +42,7 @@ def step(layout: Layout, gpu: str = "h100", model: DecoderSizes = LLAMA_8B, **ch
         "device": "cuda",
         **changes,
     }
-    return step_time.estimate_step(model, layout, PassConfig(**config_fields), CLUSTERTRAIN, machine(gpu))
+    return step_time.estimate_step(model, layout, PassConfig(**config_fields), framework, machine(gpu))
 
 
 def block_seconds(
@@ -131,6 +137,18 @@ def test_pipeline_bubble_matches_paper() -> None:
         for micro_batches in (8, 16, 32):
             estimate = estimate_pipelined(virtual, "interleaved" if virtual > 1 else "1f1b", micro_batches)
             assert estimate.bubble_s / estimate.compute_s == pytest.approx(3 / (virtual * micro_batches), rel=0.1)
+
+
+def test_split_backward_recomputes_for_each_layer() -> None:
+    """Only torch's backward passes for weights are known to do so: not those of other frameworks."""
+    layouts = [
+        Layout(pp=4, schedule=schedule, virtual_stages=2, activation_checkpointing="full")
+        for schedule in ("interleaved", "zero-bubble")
+    ]
+    whole, split = (step(layout, grad_accum=8) for layout in layouts)
+    assert split.recompute_s == pytest.approx(10 * whole.recompute_s)
+    whole, split = (step(layout, framework=get_framework("megatron"), grad_accum=8) for layout in layouts)
+    assert split.recompute_s == whole.recompute_s > 0
 
 
 def test_bubble_and_sends_by_schedule() -> None:
