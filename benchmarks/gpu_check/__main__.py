@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(part.name for part in parts)}")
     if options.out is not None and options.out.exists():
         parser.error(f"{options.out} exists; evidence needs a new folder")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: of a batch job at its time limit
     chosen = [part for part in parts if options.parts is None or part.name in options.parts]
     return check(chosen, options.device, options.out or _default_folder(), options.limit)
 

@@ -54,6 +54,10 @@ def run_parts(
         on_tick: called with the part's name about once per second.
         on_start: called with each part and its limit in seconds.
     """
+    # SIGTERM comes at the time limit of a batch job. A shell starts background commands with SIGINT ignored, and the
+    # parts would inherit that.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     proc.become_subreaper()
     deadline = clock.monotonic() + total_s
     results: list[PartResult] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -21,7 +20,6 @@ runner.INTERRUPT_S = 0.5
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     request = json.load(sys.stdin)
     folder = Path(request["folder"])
     parts = [Part(name, f"the part {name}", tuple(argv), limit) for name, argv, limit in request["parts"]]

@@ -62,7 +62,8 @@ def start_child(folder: Path, env: dict[str, str], names: list[str], total_s: fl
     folder.mkdir(exist_ok=True)
     parts = [(name, [sys.executable, "-c", PROGRAMS[name][0], "{out}"], PROGRAMS[name][1]) for name in names]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    argv = [sys.executable, "-m", "tests.unit.gpu_check_child"]
+    # As a shell starts what runs in the background.
+    argv = ["env", "--ignore-signal=INT", sys.executable, "-m", "tests.unit.gpu_check_child"]
     child = subprocess.Popen(argv, env=env, cwd=ROOT, text=True, **pipes)
     assert child.stdin is not None
     child.stdin.write(json.dumps({"folder": str(folder), "parts": parts, "total_s": total_s}))
