@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages cuda-emulated check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
+.PHONY: help setup demo test test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -66,6 +66,9 @@ reference: setup ## the pages of docs/reference that are generated from the code
 
 cuda-emulated: setup ## the ranks' tests on an emulated CUDA device
 	@$(PATIENTLY) $(PYTEST) --device cuda -n 2 --dist loadgroup -m '(ranks or emulated) and not slurm and not gpu'
+
+cuda-waits: setup ## how often each layout waits for the GPU; writes docs/reference/cuda-waits.md
+	$(BIN)/python -m tests.cuda_emulation.waits
 
 docs: setup ## the documentation site, into site/; fails on a warning
 	$(BIN)/zensical build --strict

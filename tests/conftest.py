@@ -12,8 +12,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from clustertrain.plan.layout import Layout
-from tests.cuda_emulation import unsupported
-from tests.cuda_emulation.build import CannotEmulate, build
+from tests.cuda_emulation import own_processes, unsupported
+from tests.cuda_emulation.build import CannotEmulate
 from tests.paths import DEVICE_VARIABLE
 
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
@@ -49,9 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[DEVICE_VARIABLE] = config.getoption("--device")  # for tests.ranks.rank_pool, which is imported later
     if config.getoption("--device") == "cuda":
         try:
-            build()  # once, before workers start
+            environment = own_processes.environment()  # compiled once, before workers start
         except CannotEmulate as e:
             raise pytest.UsageError(f"--device cuda: {e}") from None
+        # xdist's workers would inherit it, and the emulated device with it.
+        if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+            os.environ.update(environment)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,6 +19,11 @@ from clustertrain.cli.jobs import status_json
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
 from clustertrain.scheduler.run_status import run_status
+from tests.paths import DEVICE_VARIABLE
+
+# The device of the ranks: cpu, or the emulated cuda (pytest --device).
+DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
+LOCAL = ("--backend", "local", "--device", DEVICE)
 
 POLL_S = 0.6
 # Background jobs of a shell ignore SIGINT, and the test run may be one of them.

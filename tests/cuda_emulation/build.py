@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -56,6 +59,21 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test workers may start at the same time
         if not module.exists():
             _compile(compiler, torch, module)
+    return module
+
+
+@functools.cache
+def load_libraries() -> Path:
+    """Load torch's libraries and the emulation, which registers its device, before torch is imported.
+
+    Return the emulation's extension module.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("torch was imported before the emulated CUDA device")
+    module = build()
+    for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
+        ctypes.CDLL(str(torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(module), ctypes.RTLD_GLOBAL)
     return module
 
 

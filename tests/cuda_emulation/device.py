@@ -6,39 +6,33 @@ Eight devices have the host's memory and the CPU's kernels. ``torch.cuda`` answe
 
 from __future__ import annotations
 
-import ctypes
 import importlib.machinery
 import importlib.util
-import sys
+import os
 import types
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from tests.cuda_emulation.build import MODULE, build, torch_folder
+from tests.cuda_emulation import build
 
 TOTAL_MEMORY = 80 << 30
 NAME = "NVIDIA H100 80GB HBM3"
 
 
-def _load(path: Path) -> Any:
-    """Load the emulation, which has to register its device before torch looks for one, and then torch."""
-    if "torch" in sys.modules:
-        raise RuntimeError("tests.cuda_emulation.device must be imported before torch")
-    for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
-        ctypes.CDLL(str(torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+def _load_module() -> Any:
+    """Load the emulation's functions. Its library has registered the device before torch looked for one."""
+    path = build.load_libraries()
     import torch  # noqa: F401
 
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(build.MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(build.MODULE, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
 
 
-emulated = _load(build())
+emulated = _load_module()
 
 import torch  # noqa: E402
 
@@ -100,6 +94,13 @@ def _synchronize(device: Any = None) -> None:
     emulated.synchronize_device(_index(device))
 
 
+def _count_visible() -> int:
+    """Return the number of devices; those in CUDA_VISIBLE_DEVICES count from 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count: int = emulated.DEVICE_COUNT
+    return count if visible is None else min(count, len(list(filter(None, visible.split(",")))))
+
+
 class _Runtime:
     """``torch.cuda.cudart()``: pinned memory of the host."""
 
@@ -123,7 +124,7 @@ def _replace_cuda_functions() -> None:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: emulated.DEVICE_COUNT,
+        "device_count": _count_visible,
         "current_device": emulated.current_device,
         "set_device": lambda device: emulated.set_device(_index(device)),
         "_get_device_index": lambda device, optional=False, allow_cpu=False: _index(device),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -177,6 +178,59 @@ def metrics_read_too_early() -> None:
         self._copy_done = None
 
     AsyncCopy.__init__ = init  # type: ignore[method-assign]
+
+
+# -- collectives that ranks start in different orders: a group at a time, so that two of the three hang
+
+
+@functools.cache
+def _second_group() -> dist.ProcessGroup:
+    """Return another group of all ranks. The first call is collective."""
+    return dist.new_group()  # type: ignore[return-value]
+
+
+def _start(tensors: Iterable[tuple[torch.Tensor, dist.ProcessGroup | None]]) -> None:
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in tensors]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+
+
+def groups_in_order_of_rank() -> None:
+    """Two groups' reductions, in an order that depends on the rank."""
+
+    def reduce(step: TrainStep, totals: torch.Tensor) -> None:
+        pairs = [(torch.ones_like(totals), group) for group in (None, _second_group())]
+        _start(reversed(pairs) if dist.get_rank() else pairs)
+
+    _before_update(reduce)
+
+
+def tensors_in_order_of_rank() -> None:
+    """Two reductions of one group, in an order that depends on the rank, as that of a set may."""
+
+    def reduce(step: TrainStep, totals: torch.Tensor) -> None:
+        pairs = [(torch.ones(6, dtype=dtype, device=totals.device), None) for dtype in (torch.float32, torch.int32)]
+        _start(reversed(pairs) if dist.get_rank() else pairs)
+
+    _before_update(reduce)
+
+
+def later_on_one_rank() -> None:
+    """A reduction that one rank starts before the update, and the other after it."""
+    update = TrainStep._update
+
+    def changed(self: TrainStep, totals: torch.Tensor, *args: Any) -> Any:
+        pair = torch.ones_like(totals), _second_group()
+        if dist.get_rank() == 0:
+            work: Any = dist.all_reduce(pair[0], group=pair[1], async_op=True)
+        result = update(self, totals, *args)
+        if dist.get_rank() == 0:
+            work.wait()
+        else:
+            _start([pair])
+        return result
+
+    TrainStep._update = changed  # type: ignore[method-assign]
 
 
 # -- random numbers of the device that are not restored

@@ -12,11 +12,13 @@ import pytest
 
 from clustertrain.plan.layout import Layout
 from tests.cuda_emulation import planted, sync_budget, trace
+from tests.cuda_emulation.collectives import check_order
 from tests.cuda_emulation.races import RaceChecker
 from tests.ranks.rank_pool import Ranks, digest, make_run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.emulated]
 TWO = Layout(strategy="ddp", dp_replicate=2)
+SHARDED = Layout(strategy="fsdp", dp_shard=2)
 ONE = Layout()
 SCRIPT = Path(__file__).with_name("dropout_script.py")
 Setup = Callable[[], None]
@@ -24,6 +26,11 @@ Setup = Callable[[], None]
 
 def _trace_with(fault: Setup, *kinds: trace.Kind) -> None:
     trace.trace_steps(2, 3, *kinds)
+    fault()
+
+
+def _trace_hang_with(fault: Setup) -> None:
+    trace.trace_until_ended(4.0)
     fault()
 
 
@@ -92,6 +99,18 @@ def test_no_race_while_a_checkpoint_is_staged(tmp_path: Path) -> None:
     ranks = _run(tmp_path, ONE, trace.trace_steps, 2, 3, every=2).expect(0)
     assert any("staging" in e.place for e in _events(ranks))
     assert RaceChecker().check(_events(ranks)) == []
+
+
+@pytest.mark.parametrize(
+    "fault", [planted.groups_in_order_of_rank, planted.tensors_in_order_of_rank, planted.later_on_one_rank]
+)
+def test_collectives_in_different_orders_are_found(tmp_path: Path, fault: Setup) -> None:
+    ranks = _run(tmp_path, SHARDED, _trace_hang_with, fault)
+    assert ranks.wait() == [9, 9]
+    traces = {rank: list(trace.read(ranks.rank_dir / f"trace-{rank}.jsonl")) for rank in range(2)}
+    mismatches = check_order(traces, trace.read_groups(ranks.rank_dir / "groups-0.json"))
+    assert [mismatch.ranks for mismatch in mismatches] == [(0, 1)]
+    assert mismatches[0].first is not None and mismatches[0].second is not None
 
 
 def test_value_read_before_its_copy_arrives_is_not_the_value(tmp_path: Path) -> None:

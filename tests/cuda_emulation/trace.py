@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import clustertrain
 
@@ -144,21 +144,54 @@ def trace_steps(first: int, last: int, *kinds: Kind) -> None:
 
     A step begins where its metrics are logged in the one before.
     """
-    from clustertrain.train.session.session import Session
-
     use_host_random_numbers()
     trace = Trace(*kinds)
     trace.assume_busy_device()
+    _after_step(first - 1, lambda _: trace.start())
+    _after_step(last, lambda rank: _finish(trace, rank, _group_ranks()))
+
+
+def trace_until_ended(seconds: float) -> None:
+    """Setup of a rank: trace collectives, and ``seconds`` after the first step began, write them and end the rank.
+
+    For ranks that hang. Exit code 9.
+    """
+    from clustertrain.train.session.session import Session
+
+    trace = Trace("collective")
+    groups: dict[str, list[int]] = {}  # those of a session that has ended, too
+    train_step = Session.train_step
+
+    def end(rank: int) -> None:
+        _finish(trace, rank, groups | _group_ranks())
+        os._exit(9)
+
+    def changed(self: Session, *args: Any, **kwargs: Any) -> Any:
+        if not self.step:
+            trace.start()
+            threading.Timer(seconds, end, [self.rank]).start()
+        groups.update(_group_ranks())
+        return train_step(self, *args, **kwargs)
+
+    Session.train_step = changed  # type: ignore[method-assign]
+
+
+def _after_step(step: int, act: Callable[[int], None]) -> None:
+    """Call ``act`` with the rank when the step has logged its metrics."""
+    from clustertrain.train.session.session import Session
+
     log = Session.log
 
-    def traced_log(self: Session, **scalars: object) -> None:
+    def changed(self: Session, **scalars: object) -> None:
         log(self, **scalars)  # type: ignore[arg-type]
-        if self.step == first - 1:
-            trace.start()
-        elif self.step == last:
-            trace.stop()
-            folder = Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
-            trace.write(folder / f"trace-{self.rank}.jsonl")
-            (folder / f"groups-{self.rank}.json").write_text(json.dumps(_group_ranks()))
+        if self.step == step:
+            act(self.rank)
 
-    Session.log = traced_log  # type: ignore[method-assign]
+    Session.log = changed  # type: ignore[method-assign]
+
+
+def _finish(trace: Trace, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+    trace.stop()
+    folder = Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
+    trace.write(folder / f"trace-{rank}.jsonl")
+    (folder / f"groups-{rank}.json").write_text(json.dumps(groups))

@@ -30,10 +30,7 @@ from clustertrain.config.preemption_test import PreemptionTestSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from tests.paths import DEVICE_VARIABLE
-
-# The device of the ranks: cpu, or the emulated cuda (pytest --device).
-DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
+from tests.runs import DEVICE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Modules that are not installed are omitted.

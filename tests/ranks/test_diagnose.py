@@ -17,7 +17,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.diagnose.registry import CHECKS
-from tests.runs import CLI, INTERRUPTIBLE
+from tests.runs import CLI, DEVICE, INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
 RECIPES = Path(__file__).parents[1] / "fixtures" / "broken"
@@ -62,7 +62,7 @@ def left_no_files(folder: Path) -> bool:
 
 def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
     report = call_json(tmp_path, "all", str(RECIPES / "sound.toml"))
-    assert report["device"] == "cpu" and [c["check"] for c in report["checks"]] == list(CHECKS)
+    assert report["device"] == DEVICE and [c["check"] for c in report["checks"]] == list(CHECKS)
     verdicts = {c["check"]: c["verdict"] for c in report["checks"]}
     verdicts.pop("speed")  # depends on the load of the machine
     assert set(verdicts.values()) == {"pass"}, report

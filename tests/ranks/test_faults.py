@@ -311,7 +311,7 @@ def test_killed_agent_ends_its_ranks_and_run_resumes(tmp_path: Path, point: str)
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     script = tmp_path / "script.py"
     script.write_text(STOPPED_IN_SAVE.replace("POINT", point))
-    args = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "1", str(script))
+    args = (*runs.LOCAL, "--nodes", "1", "--gpus", "1", str(script))
     run = runs.submit({**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}, *args)
     stopped_processes: list[psutil.Process] = []
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from clustertrain import clock
-from tests.runs import INTERRUPTIBLE
+from tests.runs import INTERRUPTIBLE, LOCAL
 
 pytestmark = pytest.mark.ranks
 # The command line with a lower memory limit per rank than 4 GiB, which no small model would reach.
@@ -55,7 +55,7 @@ def start_search(folder: Path, gib: float, *args: str) -> subprocess.Popen[str]:
     environ |= {"CLUSTERTRAIN_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
     # Let glibc map each tensor of 1 MiB or more separately; otherwise some reuse gaps in the heap, which varies.
     environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-    options = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
+    options = (*LOCAL, "--find-micro-batch")
     return subprocess.Popen(
         [*INTERRUPTIBLE, sys.executable, "-c", LIMITED, str(gib), "plan", *options, *args],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -18,7 +18,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage import goodput
 from tests import runs
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run
-from tests.runs import Run
+from tests.runs import LOCAL, Run
 
 pytestmark = pytest.mark.ranks
 
@@ -89,7 +89,7 @@ def test_agent_observes_all_phases_of_both_ranks(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     requests = tmp_path / "requests"
     requests.mkdir()
-    local = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
+    local = (*LOCAL, "--nodes", "1", "--gpus", "2", "--layout", "ddp")
     run = runs.submit(env, *local, str(script), str(requests))
     try:
         heartbeats_by_rank = observe(run, requests)

@@ -18,10 +18,9 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage.goodput import TIME_CATEGORIES
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
-from tests.runs import Run
+from tests.runs import LOCAL, Run
 
 pytestmark = pytest.mark.ranks
-LOCAL = ("--backend", "local", "--device", "cpu")
 # Each rank and each node's torchrun spend seconds importing torch: a test uses as few of them as possible.
 TWO_NODES = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
 TWO_RANKS = ("--nodes", "1", "--gpus", "2", "--layout", "fsdp")
@@ -264,7 +263,7 @@ def test_wait_for_sweep_that_runs_one_at_a_time(env: dict[str, str], tmp_path: P
         "while os.environ['WHO'] == 'a' and not pathlib.Path(os.environ['GO']).exists():\n"
         "    time.sleep(0.05)\n"
     )
-    args = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--grid", "env.WHO=a,b,c")
+    args = (*LOCAL, "--env", f"GO={tmp_path / 'go'}", "--grid", "env.WHO=a,b,c")
     submission = json.loads(runs.call(env, "sweep", "--json", *args, str(script)).stdout)
     a, b, c = (Run(env, row) for row in submission["runs"])
     try:

@@ -17,7 +17,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
 from tests.paths import ROOT
-from tests.ranks.rank_pool import Ranks, digest, make_run
+from tests.ranks.rank_pool import DEVICE, Ranks, digest, make_run
 
 pytestmark = pytest.mark.ranks
 
@@ -33,7 +33,7 @@ def torchrun(run: RunDir, attempt: int, rank_dir: Path) -> subprocess.Popen[byte
         "CLUSTERTRAIN_RUN_DIR": str(run.path),
         "CLUSTERTRAIN_ATTEMPT": str(attempt),
         "CLUSTERTRAIN_RANK_DIR": str(rank_dir),
-        "CLUSTERTRAIN_DEVICE": "cpu",
+        "CLUSTERTRAIN_DEVICE": DEVICE,
     }
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     argv += ["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGINT", "-m", "clustertrain", "train"]
@@ -289,7 +289,7 @@ def test_session_in_plain_python_writes_its_record(tmp_path: Path) -> None:
     script = tmp_path / "after.py"
     script.write_text(CODE_AFTER_SESSION)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
-    environ |= {"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "CLUSTERTRAIN_DEVICE": "cpu"}
+    environ |= {"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "CLUSTERTRAIN_DEVICE": DEVICE}
     result = proc.run([sys.executable, str(script)], env=environ, timeout_s=120.0)
     assert "after the session: True" in result.stdout
     assert fsio.read_json(tmp_path / "rank-0.json")["ending"] == "completed"

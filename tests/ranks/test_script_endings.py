@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from tests import runs
-from tests.runs import Run
+from tests.runs import LOCAL, Run
 
 pytestmark = pytest.mark.ranks
-LOCAL = ("--backend", "local", "--device", "cpu")
 ONE_RANK = ("--nodes", "1", "--gpus", "1")
 
 

@@ -18,7 +18,7 @@ from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.fakes.nvml.build import Stub
 from tests.fakes.nvml.fixture import nvml_library, nvml_stub
-from tests.runs import Run
+from tests.runs import LOCAL, Run
 
 __all__ = ["nvml_library", "nvml_stub"]
 pytestmark = pytest.mark.ranks
@@ -53,7 +53,7 @@ def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
     recipe = runs.write_recipe(tmp_path, steps=100_000, more=table)
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     env = {**clean_env, **nvml_stub.environ(), "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
-    options = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
+    options = (*LOCAL, "--nodes", "1", "--gpus", "2", "--layout", "ddp")
     submitted_run = runs.submit(env, *options, str(recipe))
     yield submitted_run
     submitted_run.cancel_if_active()

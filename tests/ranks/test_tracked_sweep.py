@@ -11,7 +11,7 @@ import pytest
 from clustertrain.run import events, metrics
 from clustertrain.run.run_dir import RunDir
 from tests import runs
-from tests.runs import Run
+from tests.runs import LOCAL, Run
 from tests.unit.tracking import reading_back
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +31,7 @@ def test_sweep_with_preempted_runs(tmp_path: Path) -> None:
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "WANDB_"))}
     env = {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     recipe = runs.write_recipe(tmp_path, steps=STEPS, more=TABLES, paced=False)
-    args = ("--grid", "optim.lr=log:1e-5:1e-2:2", "--backend", "local", "--device", "cpu", "--gpus", "1", str(recipe))
+    args = ("--grid", "optim.lr=log:1e-5:1e-2:2", *LOCAL, "--gpus", "1", str(recipe))
     sweep = json.loads(runs.call(env, "sweep", "--json", *args).stdout)
     sweep_runs = [Run(env, row) for row in sweep["runs"]]
     try:

@@ -216,6 +216,9 @@ class _Step:
         # Whether there are gradients of earlier micro-batches when the most activations exist.
         self.trained = framework.grad_bytes / FP32  # fraction of the parameters
         self.accumulates = config.grad_accum > (stage.in_flight if layout.pp > 1 else 1)
+        # Offloaded gradients stay on the GPU until the end of the backward pass if they are also reduced over replicas:
+        # FSDPParamGroup._all_reduce_state.
+        self.keeps_shards = not layout.offload or not layout.is_sharded or layout.dp_replicate > 1
         self.owned = self._find_owned()
         self.state = self._count_state()
 
@@ -253,7 +256,7 @@ class _Step:
     def plain_passes(self) -> list[Moment]:
         """Return the moments without ``fully_shard``: a single rank, DDP, tensor or pipeline parallelism."""
         layout, stage, passes, compute = self.layout, self.stage, self.passes, self.config.compute_bytes
-        all_grads = FP32 * self.total
+        all_grads = FP32 * (self.total + self.table_excess)
         # DDP keeps its buckets; the gradients of micro-batches that it does not reduce are separate tensors.
         buckets = all_grads if layout.strategy in ("ddp", "zero1") else 0.0
         before = buckets + all_grads * self.accumulates
@@ -261,36 +264,43 @@ class _Step:
         if self.config.autocast:
             head_cast, block_casts = compute * self.table * stage.head, compute * stage.blocks * self.matrices
         kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
-        # autocast keeps all casts until the loss is computed, from logits, their fp32 copy and log-softmax.
+        # autocast keeps the casts of a stage until its pass is over, which for the last one includes the loss: computed
+        # from logits, their fp32 copy and log-softmax.
         loss_forward = self._moment(
-            params=kept_casts + (block_casts if self.is_recomputed else 0.0), grads=before, activations=passes.saved,
+            params=kept_casts + (block_casts / layout.virtual_stages if self.is_recomputed else 0.0), grads=before, activations=passes.saved,
             logits=passes.logits * (compute + 2 * FP32) / (3 * FP32),
         )  # fmt: skip
         loss_backward = self._moment(params=kept_casts, grads=before, activations=passes.saved, logits=passes.logits)
+        # A tied head's gradient waits for the embedding's, to which it is added in a new tensor.
+        tied_grad = FP32 * self.table * self.is_tied
         # A gradient is cast before it is added.
         cast_bytes = compute * self.config.autocast + FP32
         weight_grad = cast_bytes * self.model.dim * self.model.hidden / layout.tp
-        head_grads = 0.0 if before else FP32 * self.table * stage.head
+        head_grads = tied_grad if before else FP32 * self.table * stage.head
         first_block = self._moment(
             params=kept_casts, grads=before + head_grads + weight_grad, activations=passes.saved + passes.block_backward
         )
-        # tensor parallelism computes it for the whole vocabulary.
-        table_grad = FP32 * self.model.vocab_size * self.model.dim * stage.embedding
-        last_block = self._moment(
-            grads=max(before, all_grads) + max(weight_grad, table_grad), activations=passes.block_backward
+        last_block = self._moment(grads=max(before, all_grads) + weight_grad, activations=passes.block_backward)
+        table_grad = FP32 * (self.table + self.table_excess) * stage.embedding
+        embedding = self._moment(
+            grads=max(before, all_grads - table_grad) + table_grad + 2 * tied_grad, activations=self._saved_by_others()
         )
         later = [self._next_micro_batch(moment, all_grads) for moment in (loss_backward, first_block)]
-        return [loss_forward, loss_backward, first_block, *later, last_block]
+        return [loss_forward, loss_backward, first_block, *later, last_block, embedding]
+
+    def _saved_by_others(self) -> float:
+        """Return the bytes that a rank keeps for other micro-batches at the end of the first one's backward pass."""
+        return self.passes.saved * (1 - 1 / max(1.0, self.stage.in_flight))
 
     def fully_sharded_passes(self) -> list[Moment]:
         """Return the moments under ``fully_shard``."""
         layout, stage, passes, compute = self.layout, self.stage, self.passes, self.config.compute_bytes
         blocks = max(1, stage.blocks)
-        shards = 0.0 if layout.offload else FP32 * self.local
+        shards = FP32 * self.local * self.keeps_shards
         defers = layout.pp > 1 or (self.config.grad_accum > 1 and layout.defer_reduction)
         end_grads = self.ends + self.table_excess
         whole = FP32 * (stage.blocks * self.block + end_grads)
-        before = (whole if defers else shards) * self.accumulates
+        before = (whole if defers else shards * (not layout.offload)) * self.accumulates
         unreduced = self._count_unreduced()
         before += unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
         gathered = self.count_gathered()
@@ -322,13 +332,15 @@ class _Step:
         first_block = in_block(0)
         second, late = min(1, blocks - 1), max(0, blocks - 2)  # the last one has no next block to gather
         in_blocks = [first_block, in_block(second), in_block(late), at_end_of_block(second), at_end_of_block(late)]
-        block_shards = 0.0 if layout.offload else FP32 * stage.blocks * self.block / self.shard_ranks
+        block_shards = FP32 * stage.blocks * self.block / self.shard_ranks * self.keeps_shards
         # Tensor parallelism computes the embedding's gradient for the whole vocabulary, and splits it if it is tied. A
         # tied head's gradient is added to it in a new tensor.
         table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
         table_grads += compute * self.table * (stage.head + self.is_tied * (2 if layout.tp > 1 else 1))
         embedding = self._moment(
-            params=compute * self.ends, grads=table_grads + self._accumulated_at_embedding(block_shards, whole)
+            params=gathered if layout.pp > 1 else compute * self.ends,
+            grads=table_grads + self._accumulated_at_embedding(block_shards, whole),
+            activations=self._saved_by_others(),
         )
         later = [self._next_micro_batch(moment, whole) for moment in (loss, first_block)]
         if unreduced:
@@ -374,9 +386,11 @@ class _Step:
 
     def _next_micro_batch(self, moment: Moment, all_grads: float) -> Moment:
         """Return ``moment`` in the backward pass of a pipeline's second micro-batch: the first one's activations are
-        gone, and all gradients exist."""
+        gone, and all gradients exist, or those of the last stage when its loss is computed."""
         if self.layout.pp == 1 or self.accumulates:
             return moment
+        if moment.logits and self.layout.virtual_stages > 1:
+            all_grads = FP32 * (self.stage.blocks / self.layout.virtual_stages * self.block + self.table)
         return moment._replace(
             grads=moment.grads + self.trained * all_grads,
             activations=moment.activations - self.passes.saved / self.stage.in_flight,
@@ -386,6 +400,8 @@ class _Step:
     def update(self) -> Moment:
         """Return the moment of the optimizer step."""
         state, grads = self.state, 0.0 if self.layout.offload else FP32 * self.local
+        if not self.layout.is_fully_sharded:
+            grads += FP32 * self.table_excess
         temporary = 0.0
         if self.owned is not None and not self.layout.zero1:
             # Owners gather values and gradients, each through a buffer; the others' shards leave through one.

@@ -119,11 +119,13 @@ class UnshardedOptimizer(CompositeOptimizer):
             for i in values:
                 self._full_params[i].data, self._full_params[i].grad = values[i], grads[i]
         super()._update()
+        for full_param in self._full_params.values():
+            full_param.grad = None  # the buffers of _scatter need its memory
         for dtype, indices in by_dtype.items():
             self._scatter(indices, dtype)
             for i in indices:
                 if i in self._full_params:
-                    self._full_params[i].data, self._full_params[i].grad = _placeholder(self._params[i]), None
+                    self._full_params[i].data = _placeholder(self._params[i])
 
     def _gather(self, indices: list[int], shards: list[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Return the full tensors that this rank owns among ``indices``, gathered from all ranks' ``shards``."""

@@ -10,7 +10,7 @@ from clustertrain.train.distributed import pipeline_stages
 from clustertrain.train.models.build import build_model
 from tests.harness.fake_cluster.in_child import call_in_child
 from tests.harness.fake_cluster.memory_cells import MemoryCell
-from tests.harness.fake_cluster.rank import RankTrace, trace_rank
+from tests.harness.fake_cluster.rank import RankTrace, trace_or_find_owner, trace_rank
 
 
 def ranks_to_trace(cell: MemoryCell) -> list[int]:
@@ -38,5 +38,11 @@ def ranks_to_trace(cell: MemoryCell) -> list[int]:
 def measure_cell(cell: MemoryCell) -> RankTrace:
     """Trace the cell's ranks and return the trace with the highest peak. Raise ChildFailed if one fails."""
     with torch.compiler.set_stance("force_eager"):
-        traces = [call_in_child(trace_rank, cell, rank, follow_owner=True) for rank in ranks_to_trace(cell)]
+        traces = [_trace_heaviest(cell, rank) for rank in ranks_to_trace(cell)]
     return max(traces, key=lambda trace: trace.peak)
+
+
+def _trace_heaviest(cell: MemoryCell, rank: int) -> RankTrace:
+    """Trace ``rank``, or of the ranks that share optimizer state with it the one that owns the most."""
+    result = call_in_child(trace_or_find_owner, cell, rank)
+    return call_in_child(trace_rank, cell, result) if isinstance(result, int) else result

@@ -57,11 +57,18 @@ class RankTrace:
     """By category."""
 
 
-def trace_rank(job: Job, rank: int, *, follow_owner: bool = False) -> RankTrace:
-    """Run one optimizer step of ``rank``.
+def trace_rank(job: Job, rank: int) -> RankTrace:
+    """Run one optimizer step of ``rank``."""
+    trace = trace_or_find_owner(job, rank, follow_owner=False)
+    assert isinstance(trace, RankTrace)
+    return trace
+
+
+def trace_or_find_owner(job: Job, rank: int, *, follow_owner: bool = True) -> RankTrace | int:
+    """Run one optimizer step of ``rank``, or return the rank that owns more optimizer state than it.
 
     Args:
-        follow_owner: instead trace the rank that owns the most optimizer state, of those that share it with ``rank``.
+        follow_owner: consider the ranks that share the state with ``rank``.
     """
     context = _build_context(job, rank)
     model = build_model(job.recipe.model)
@@ -71,8 +78,6 @@ def trace_rank(job: Job, rank: int, *, follow_owner: bool = False) -> RankTrace:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         trace = _trace(job, model, context, groups, follow_owner)
-    if isinstance(trace, int):
-        return trace_rank(job, trace)
     if any(message != _stage_inputs(job) for message in sent):
         raise AssertionError(f"a stage sends {sent}, but the next one expects {_stage_inputs(job)}")
     return trace
