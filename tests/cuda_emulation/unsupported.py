@@ -14,20 +14,9 @@ HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
 UNSUPPORTED: Mapping[str, str] = {
     "tests/ranks/test_current_folder.py": OWN_PROCESSES,
     "tests/ranks/test_custom_model_count.py": NO_RANKS,
-    "tests/ranks/test_diagnose.py": OWN_PROCESSES,
     "tests/ranks/test_faults.py::test_cuda_without_gpu_is_refused": HAS_GPU,
-    "tests/ranks/test_faults.py::test_killed_agent_ends_its_ranks_and_run_resumes": OWN_PROCESSES,
-    "tests/ranks/test_find_micro_batch.py": OWN_PROCESSES,
-    "tests/ranks/test_heartbeats.py::test_agent_observes_all_phases_of_both_ranks": OWN_PROCESSES,
-    "tests/ranks/test_local_backend.py": OWN_PROCESSES,
     "tests/ranks/test_measured_rates.py": OWN_PROCESSES,
     "tests/ranks/test_plan_memory_counted.py": NO_RANKS,
-    "tests/ranks/test_script.py::test_example_under_torchrun_stops_on_warning_and_resumes": OWN_PROCESSES,
-    "tests/ranks/test_script.py::test_session_in_plain_python_writes_its_record": OWN_PROCESSES,
-    "tests/ranks/test_script.py::test_standalone_script_stops_on_sigterm_and_resumes": OWN_PROCESSES,
-    "tests/ranks/test_script_endings.py": OWN_PROCESSES,
-    "tests/ranks/test_telemetry_live.py": OWN_PROCESSES,
-    "tests/ranks/test_tracked_sweep.py": OWN_PROCESSES,
 }
 
 

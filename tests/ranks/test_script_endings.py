@@ -142,7 +142,7 @@ import clustertrain as ct
 
 with ct.session() as s:
     for step in s.steps(total=10**9 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" else 2):
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1, device=s.device))
         time.sleep(0.02)
 """
 
@@ -189,7 +189,7 @@ with ct.session(timeout_s=5.0) as s:
     for step in s.steps(total=4):
         if step == 2 and s.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1, device=s.device))
 """
 
 

@@ -300,13 +300,18 @@ class _Step:
         defers = layout.pp > 1 or (self.config.grad_accum > 1 and layout.defer_reduction)
         end_grads = self.ends + self.table_excess
         whole = FP32 * (stage.blocks * self.block + end_grads)
+        if layout.schedule in ("interleaved", "zero-bubble") and self.config.grad_accum <= layout.pp:
+            # A stage has reduced its gradients before the rank's stage before it begins.
+            whole = FP32 * (stage.blocks * self.block / layout.virtual_stages + end_grads)
         before = (whole if defers else shards * (not layout.offload)) * self.accumulates
         unreduced = self._count_unreduced()
         before += unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
+        # The buffer of the last reduction stays until the next one, in the next micro-batch.
+        last_reduced = FP32 * self.ends * (self.accumulates and not defers)
         gathered = self.count_gathered()
         loss = self._moment(
-            params=0.0 if layout.reshard_after_forward else gathered, grads=before, activations=passes.saved,
-            logits=passes.logits,
+            params=0.0 if layout.reshard_after_forward else gathered, grads=before + last_reduced,
+            activations=passes.saved, logits=passes.logits,
         )  # fmt: skip
         head_grad = compute * self.table * stage.head
         weight_grad = compute * self.model.dim * self.model.hidden / layout.tp
@@ -317,7 +322,10 @@ class _Step:
             """Return the moment in the feed-forward layer of a block after ``done`` others."""
             return self._moment(
                 params=gathered,
-                grads=(before or shards * done / blocks) + head_grad + weight_grad + reduced * (done > 0),
+                grads=(before or shards * done / blocks)
+                + head_grad
+                + weight_grad
+                + (reduced if done else last_reduced),
                 activations=passes.saved * (1 - done / blocks) + passes.block_backward,
             )
 

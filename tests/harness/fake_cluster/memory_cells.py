@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.optimizer_state import check_optimizer, estimate_state
 from clustertrain.plan.layout import Batch, Layout, Strategy
 
-SEED = 20
-COUNT = 210
+COUNT, HELD_OUT_COUNT = 210, 60
+_SEED, _HELD_OUT_SEED = 20, 21
 MAX_RANKS = 512
 MAX_BLOCK_PASSES, MAX_LARGE_PASSES = 80, 130  # blocks times micro-batches of a traced rank; large: above 100B
 
@@ -51,6 +51,8 @@ class MemoryCell:
     layout: Layout
     batch: Batch
     precision: Precision
+    is_held_out: bool = False
+    """Whether it was first traced when the formulas were finished."""
 
     @property
     def name(self) -> str:
@@ -69,11 +71,6 @@ class MemoryCell:
         ]  # fmt: skip
         return "; ".join(parts)
 
-    @property
-    def is_held_out(self) -> bool:
-        """Whether the formulas were derived without looking at this cell: one in three."""
-        return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
-
     def predict(self) -> dict[str, float]:
         """Return the plan's GiB of the rank that needs the most, by category."""
         optim, model, layout = self.recipe.optim, self.recipe.model, self.layout
@@ -88,10 +85,17 @@ class MemoryCell:
         return {name: getattr(estimate, f"{name}_gib") for name in names}
 
 
-def draw_cells(count: int = COUNT) -> list[MemoryCell]:
-    """Return the first ``count`` cells."""
+def draw_cells() -> list[MemoryCell]:
+    """Return all cells, those held out last."""
+    cells = {cell.name: cell for cell in _draw_distinct(_SEED, COUNT)}
+    for cell in _draw_distinct(_HELD_OUT_SEED, HELD_OUT_COUNT):
+        cells.setdefault(cell.name, dataclasses.replace(cell, is_held_out=True))
+    return list(cells.values())
+
+
+def _draw_distinct(seed: int, count: int) -> list[MemoryCell]:
     cells: dict[str, MemoryCell] = {}
-    for cell in _draw(random.Random(SEED)):
+    for cell in _draw(random.Random(seed)):
         cells.setdefault(cell.name, cell)
         if len(cells) == count:
             break
