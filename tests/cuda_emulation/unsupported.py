@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OWN_PROCESSES = "starts its own processes on the CPU"
+OWN_PROCESSES = "its processes are those of a machine without a GPU"
 NO_RANKS = "starts no rank: it computes in the test's process, on the CPU"
+HOST_MEMORY = "limits the memory of a CPU rank"
 HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -16,6 +17,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "tests/ranks/test_custom_model_count.py": NO_RANKS,
     "tests/ranks/test_faults.py::test_cuda_without_gpu_is_refused": HAS_GPU,
     "tests/ranks/test_measured_rates.py": OWN_PROCESSES,
+    "tests/ranks/test_find_micro_batch.py::test_search_grows_to_memory_limit_and_recommends_fit": HOST_MEMORY,
+    "tests/ranks/test_find_micro_batch.py::test_nothing_fits_is_reported_as_failure": HOST_MEMORY,
     "tests/ranks/test_plan_memory_counted.py": NO_RANKS,
 }
 

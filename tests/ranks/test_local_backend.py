@@ -18,7 +18,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage.goodput import TIME_CATEGORIES
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
-from tests.runs import LOCAL, Run
+from tests.runs import DEVICE, LOCAL, Run
 
 pytestmark = pytest.mark.ranks
 # Each rank and each node's torchrun spend seconds importing torch: a test uses as few of them as possible.
@@ -92,7 +92,9 @@ def test_run_preempted_twice_matches_undisturbed_run(submitted: Callable[..., Ru
     tokens_per_step = (fsio.read_json(run.path / "plan.json") or {})["batch"]["tokens_per_step"]
     tokens_per_rank_and_step = prediction["tokens_per_s_per_gpu"]["measured"] * prediction["step_s"]["measured"]
     assert tokens_per_rank_and_step == pytest.approx(tokens_per_step / 2, rel=0.05)
-    assert prediction["step_s"]["predicted"] is None and prediction["peak_gib"] == {"predicted": None, "measured": None}
+    assert prediction["step_s"]["predicted"] is None
+    peak = prediction["peak_gib"]
+    assert peak == {"predicted": None, "measured": None} if DEVICE == "cpu" else min(peak.values()) > 1
     goodput = status["goodput"]
     assert sum(goodput[part] for part in TIME_CATEGORIES) == pytest.approx(goodput["wall_s"])
 

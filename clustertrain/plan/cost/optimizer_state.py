@@ -15,7 +15,7 @@ from typing import NamedTuple
 from clustertrain.config.checks.module_patterns import matches, suggest_modules
 from clustertrain.config.model import ModelSpec
 from clustertrain.config.optim import OptimSpec
-from clustertrain.config.optimizers import OPTIMIZERS
+from clustertrain.config.optimizers import OPTIMIZERS, OptimizerName
 from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
@@ -53,6 +53,25 @@ def state_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool
             return 8 * size
 
 
+def temporary_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool) -> float:
+    """Return the bytes that the update of a parameter allocates and frees, as torch's memory tracker counts them."""
+    size = math.prod(shape)
+    match spec.name:
+        case "soap" if len(shape) > 1:
+            return 4 * (4.8 * size + 0.9 * max((n * n for n in shape if n <= MAX_PRECONDITIONED_DIM), default=0))
+        case "shampoo" if is_hidden_matrix:
+            return 4 * 4 * max(n * n for n in shape)
+        case "lion" | "lamb" | "adafactor":
+            return 4 * size
+        case _:
+            return 0.0
+
+
+def _add_temporaries(name: OptimizerName, total: float, more: float) -> float:
+    """Return the temporary bytes of an update of further parameters: lion and lamb update all at the same time."""
+    return total + more if name in ("lion", "lamb") else max(total, more)
+
+
 @dataclass(frozen=True)
 class OptimizerStateSize:
     """Size of the optimizer state of a whole model."""
@@ -85,6 +104,8 @@ class OwnedParams(NamedTuple):
 
     elements: int = 0
     state_bytes: int = 0
+    temporary_bytes: float = 0.0
+    """Of their update."""
 
 
 def find_heaviest_owner(
@@ -99,32 +120,40 @@ def find_heaviest_owner(
     Args:
         blocks, embedding, head: the part of the model.
     """
-    hidden: list[tuple[int, int]] = []
-    decayed: list[tuple[int, int]] = []
-    rest: list[tuple[int, int]] = []
+    hidden: list[OwnedParams] = []
+    decayed: list[OwnedParams] = []
+    rest: list[OwnedParams] = []
     counts = {"embed": embedding, "norm": head, "head": head}
     for module, shape in _iter_shapes(model, layers=1):
         is_hidden = module.startswith("layers.") and len(shape) > 1
         group = hidden if is_hidden else decayed if module == "head" else rest
-        entry = math.prod(shape), state_bytes(spec, shape, is_hidden_matrix=is_hidden)
+        entry = OwnedParams(
+            math.prod(shape),
+            state_bytes(spec, shape, is_hidden_matrix=is_hidden),
+            temporary_bytes(spec, shape, is_hidden_matrix=is_hidden),
+        )
         group += [entry] * (blocks if module.startswith("layers.") else counts[module])
     matrices_only = OPTIMIZERS[spec.name].matrices_only
     if zero1:
         groups = [hidden, decayed, rest] if matrices_only else [hidden + decayed, rest]
     else:
         groups = [hidden] if matrices_only else [hidden + decayed + rest]
-    return _share_out(tuple(tuple(sorted(group, reverse=True)) for group in groups), ranks)
+    return _share_out(spec.name, tuple(tuple(sorted(group, reverse=True)) for group in groups), ranks)
 
 
 @cache
-def _share_out(groups: tuple[tuple[tuple[int, int], ...], ...], ranks: int) -> OwnedParams:
+def _share_out(name: OptimizerName, groups: tuple[tuple[OwnedParams, ...], ...], ranks: int) -> OwnedParams:
     loads = [(0, rank) for rank in range(ranks)]  # a heap
     owned = [OwnedParams()] * ranks
     for group in groups:
-        for elements, state in group:
+        for params in group:
             load, rank = loads[0]
-            heapq.heapreplace(loads, (load + elements, rank))
-            owned[rank] = OwnedParams(load + elements, owned[rank].state_bytes + state)
+            heapq.heapreplace(loads, (load + params.elements, rank))
+            owned[rank] = OwnedParams(
+                load + params.elements,
+                owned[rank].state_bytes + params.state_bytes,
+                _add_temporaries(name, owned[rank].temporary_bytes, params.temporary_bytes),
+            )
     return max(owned, key=lambda params: params.state_bytes)
 
 

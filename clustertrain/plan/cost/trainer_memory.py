@@ -15,7 +15,7 @@ from clustertrain.plan.cost import activations
 from clustertrain.plan.cost.activations import PassConfig, RankStage
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
-from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner
+from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner, temporary_bytes
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.pipeline_schedules import LAYERS_PER_BLOCK, SPLIT_BACKWARD_SCHEDULES
 
@@ -219,25 +219,25 @@ class _Step:
         # Offloaded gradients stay on the GPU until the end of the backward pass if they are also reduced over replicas:
         # FSDPParamGroup._all_reduce_state.
         self.keeps_shards = not layout.offload or not layout.is_sharded or layout.dp_replicate > 1
+        self.owners = layout.gradient_ranks if layout.zero1 else self.shard_ranks * layout.tp
         self.owned = self._find_owned()
         self.state = self._count_state()
 
     def _find_owned(self) -> OwnedParams | None:
-        """Return the whole parameters whose state this rank holds; None if it holds the state of its shards."""
+        """Return the whole parameters that this rank updates; None if it updates its shards."""
         optim, layout, stage = self.framework.optim, self.layout, self.stage
-        ranks = layout.gradient_ranks if layout.zero1 else self.shard_ranks * layout.tp
-        if ranks == 1 or not (layout.zero1 or OPTIMIZERS[optim.name].needs_unsharded):
+        if not (layout.zero1 or OPTIMIZERS[optim.name].needs_unsharded):
             return None
         return find_heaviest_owner(
             optim, self.model, stage.blocks, embedding=stage.embedding, head=stage.head and not self.is_tied,
-            ranks=ranks, zero1=layout.zero1,
+            ranks=self.owners, zero1=layout.zero1,
         )  # fmt: skip
 
     def _count_state(self) -> Moment:
         if self.layout.offload:
             return Moment(activations=self.passes.stage_buffers)
         optimizer = self.local * self.framework.optimizer_bytes
-        if self.owned is not None:
+        if self.owned is not None and self.owners > 1:
             optimizer = self.owned.state_bytes * self.trained
             if OPTIMIZERS[self.framework.optim.name].matrices_only and not self.layout.zero1:
                 rest = self.local - self.stage.blocks * self.matrices / self.shard_ranks
@@ -266,8 +266,9 @@ class _Step:
         kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
         # autocast keeps the casts of a stage until its pass is over, which for the last one includes the loss: computed
         # from logits, their fp32 copy and log-softmax.
+        stage_casts = block_casts / layout.virtual_stages if self.is_recomputed else 0.0
         loss_forward = self._moment(
-            params=kept_casts + (block_casts / layout.virtual_stages if self.is_recomputed else 0.0), grads=before, activations=passes.saved,
+            params=kept_casts + stage_casts, grads=before, activations=passes.saved,
             logits=passes.logits * (compute + 2 * FP32) / (3 * FP32),
         )  # fmt: skip
         loss_backward = self._moment(params=kept_casts, grads=before, activations=passes.saved, logits=passes.logits)
@@ -299,7 +300,7 @@ class _Step:
         shards = FP32 * self.local * self.keeps_shards
         defers = layout.pp > 1 or (self.config.grad_accum > 1 and layout.defer_reduction)
         end_grads = self.ends + self.table_excess
-        whole = FP32 * (stage.blocks * self.block + end_grads)
+        whole: float = FP32 * (stage.blocks * self.block + end_grads)
         if layout.schedule in ("interleaved", "zero-bubble") and self.config.grad_accum <= layout.pp:
             # A stage has reduced its gradients before the rank's stage before it begins.
             whole = FP32 * (stage.blocks * self.block / layout.virtual_stages + end_grads)
@@ -344,10 +345,15 @@ class _Step:
         # Tensor parallelism computes the embedding's gradient for the whole vocabulary, and splits it if it is tied. A
         # tied head's gradient is added to it in a new tensor.
         table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
-        table_grads += compute * self.table * (stage.head + self.is_tied * (2 if layout.tp > 1 else 1))
+        accumulated = self._accumulated_at_embedding(block_shards, whole)
+        if layout.schedule == "zbv" and self.config.grad_accum < 2 * layout.pp:
+            # The last stage, which is the rank's other one, has reduced its gradients.
+            accumulated = FP32 * (stage.blocks * self.block / layout.virtual_stages + self.table + self.table_excess)
+        else:
+            table_grads += compute * self.table * (stage.head + self.is_tied * (2 if layout.tp > 1 else 1))
         embedding = self._moment(
             params=gathered if layout.pp > 1 else compute * self.ends,
-            grads=table_grads + self._accumulated_at_embedding(block_shards, whole),
+            grads=table_grads + accumulated,
             activations=self._saved_by_others(),
         )
         later = [self._next_micro_batch(moment, whole) for moment in (loss, first_block)]
@@ -410,8 +416,12 @@ class _Step:
         state, grads = self.state, 0.0 if self.layout.offload else FP32 * self.local
         if not self.layout.is_fully_sharded:
             grads += FP32 * self.table_excess
-        temporary = 0.0
-        if self.owned is not None and not self.layout.zero1:
-            # Owners gather values and gradients, each through a buffer; the others' shards leave through one.
-            temporary = 3 * FP32 * self.owned.elements + FP32 * self.local
+        if self.owned is None:
+            temporary = temporary_bytes(self.framework.optim, (self.local,), is_hidden_matrix=False)
+        else:
+            temporary = self.owned.temporary_bytes
+            if self.owners > 1 and not self.layout.zero1:
+                # Owners gather values and gradients, each through a buffer; the others' shards leave through one.
+                gathered = 2 * FP32 * self.owned.elements
+                temporary = gathered + max(temporary, FP32 * (self.owned.elements + self.local))
         return Moment(state.params, self.trained * grads, state.optimizer + temporary, state.activations)

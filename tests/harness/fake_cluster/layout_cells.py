@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,9 @@ from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.checks import check_device
 from clustertrain.plan.layout import Batch, Layout, Strategy
 from clustertrain.plan.request import PlanRequest
-from tests.harness.script_grid.covering import pairwise
 
 GPUS_PER_NODE = 8
+SEED, DRAWS = 0, 6000
 
 # The values of each factor.
 FACTORS: Mapping[str, tuple[Any, ...]] = {
@@ -63,13 +64,35 @@ def draw_all() -> Iterator[LayoutCell]:
 
 
 def draw_covering() -> list[LayoutCell]:
-    """Return cells with every pair of values of two factors, as far as the ranks allow."""
-    rows = pairwise([len(values) for values in FACTORS.values()])
-    cells = (
-        _build({name: FACTORS[name][i] for name, i in zip(FACTORS, row, strict=True)}, adjust_ranks=True)
-        for row in rows
-    )
-    return list({cell.name: cell for cell in cells if cell is not None}.values())
+    """Return few cells that the planner accepts, with every pair of values of two factors that such cells have.
+
+    They are chosen from random ones, greedily: the cell with the most new pairs next.
+    """
+    rng = random.Random(SEED)
+    pairs: dict[str, set[tuple[Any, ...]]] = {}
+    cells: dict[str, LayoutCell] = {}
+    for _ in range(DRAWS):
+        values = {name: rng.choice(choices) for name, choices in FACTORS.items()}
+        cell = _build(values, adjust_ranks=True)
+        if cell is not None and not cell.refusal and cell.name not in cells:
+            cells[cell.name] = cell
+            pairs[cell.name] = set(itertools.combinations(_effective(values, cell).items(), 2))
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        name = max(pairs, key=lambda name: len(pairs[name] & missing))
+        missing -= pairs[name]
+        chosen.append(cells[name])
+    return chosen
+
+
+def _effective(values: Mapping[str, Any], cell: LayoutCell) -> dict[str, Any]:
+    """Return the values of the factors that matter in the cell."""
+    effective = {**values, "ranks": cell.layout.world_size}
+    if cell.layout.pp == 1:
+        del effective["schedule"]
+    if cell.layout.tp == 1:
+        del effective["sequence_parallel"], effective["loss_parallel"]
+    return effective
 
 
 def build_cell(**values: Any) -> LayoutCell:
