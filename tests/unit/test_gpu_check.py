@@ -87,6 +87,7 @@ def assert_ended(pid: int) -> None:
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_failing_and_hanging_parts_do_not_stop_the_others(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 power 400000\n")
     parts = run_child(tmp_path / "evidence", nvml_stub.environ(), [name for name in PROGRAMS if name != "waiting"])
@@ -114,12 +115,14 @@ def test_failing_and_hanging_parts_do_not_stop_the_others(nvml_stub: Stub, tmp_p
     assert {"good", "hanging", "interrupted"} <= {row["part"] for row in rows}
 
 
+@pytest.mark.long
 def test_time_of_the_whole_check_is_bounded(tmp_path: Path) -> None:
     parts = run_child(tmp_path / "evidence", dict(os.environ), ["hanging", "good", "last"], total_s=1.5)
     assert [part["status"] for part in parts.values()] == ["over time", "not run", "not run"]
     assert "the parts before it took" in parts["last"]["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_check_keeps_what_it_has(tmp_path: Path, number: int) -> None:
     child = start_child(tmp_path / "evidence", dict(os.environ), ["good", "waiting", "last"])
