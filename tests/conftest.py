@@ -36,6 +36,8 @@ WHOLE_FILES = frozenset(
 )
 
 MAX_ID_LENGTH = 60
+NO_EMULATION = pytest.StashKey[str]()
+"""Why ``--device cuda`` cannot have the emulated device on this machine."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         try:
             environment = own_processes.environment()  # compiled once, before workers start
         except CannotEmulate as e:
-            raise pytest.UsageError(f"--device cuda: {e}") from None
+            config.stash[NO_EMULATION] = str(e)
+            return
         # xdist's workers would inherit it, and the emulated device with it.
         if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
             os.environ.update(environment)
@@ -60,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device") == "cuda":
         for item in items:
-            reason = unsupported.reason(item.nodeid)
+            reason = config.stash.get(NO_EMULATION, None) or unsupported.reason(item.nodeid)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=f"emulated CUDA: {reason}"))
 

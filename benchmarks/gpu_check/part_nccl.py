@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure
-from benchmarks.gpu_check.parts import Figures, run_main
+from benchmarks.gpu_check.parts import Figures, PartFailed, run_main
 from benchmarks.measure import CannotRun
 from clustertrain.scheduler.sockets import find_free_port
 
+RESULT = "result: "  # begins the line of rank 0's log with its result
 CASE_S = 45.0
 MAX_RANKS = 8
 BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
@@ -75,8 +76,7 @@ def measure_cases(options: argparse.Namespace) -> tuple[Figures, Any]:
             figures[case.name] = ("refused: " if case.may_be_refused else "failed: ") + outcome["error"]
             failed += [] if case.may_be_refused else [case.name]
     if failed:
-        (options.out / "failed-cases.json").write_text(json.dumps(details, indent=1))
-        raise RuntimeError(f"{', '.join(failed)}: {details[failed[0]]['error']}")
+        raise PartFailed(f"{', '.join(failed)}: {details[failed[0]]['error']}", figures, details)
     return figures, details
 
 
@@ -104,7 +104,9 @@ def _run_case(case: Case, device: str, folder: Path) -> dict[str, Any]:
             process.wait()
     if failed is not None:
         return {"error": _cause(logs[failed].read_text(errors="replace"))}
-    outcome: dict[str, Any] = json.loads(logs[0].read_text().splitlines()[-1])
+    # torch and NCCL write warnings into the same log, also after the result.
+    (line,) = [line for line in logs[0].read_text(errors="replace").splitlines() if line.startswith(RESULT)]
+    outcome: dict[str, Any] = json.loads(line.removeprefix(RESULT))
     return outcome
 
 
@@ -164,7 +166,7 @@ def run_rank(device_type: str) -> None:
     exchanged = torch.empty(size, device=device)
     dist.all_to_all_single(exchanged, ones * rank)
     expect("all_to_all", exchanged, [float(r) for r in range(size)])
-    print(json.dumps({"ranks": size, "backend": backend, "bus_gb_s": _bus_gb_s(device, size)}), flush=True)
+    print(RESULT + json.dumps({"ranks": size, "backend": backend, "bus_gb_s": _bus_gb_s(device, size)}), flush=True)
     dist.destroy_process_group()
 
 

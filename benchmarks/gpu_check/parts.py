@@ -49,6 +49,14 @@ def _own(name: str, title: str, device: str, limit_s: float, *args: str, one_gpu
 Figures = Mapping[str, float | str | None]
 
 
+class PartFailed(Exception):
+    """A part failed, and has figures and details that are kept."""
+
+    def __init__(self, message: str, figures: Figures, details: Any) -> None:
+        super().__init__(message)
+        self.figures, self.details = figures, details
+
+
 def run_main(measure: Callable[[argparse.Namespace], tuple[Figures, Any]], *options: str) -> int:
     """Parse the arguments of a part, run ``measure`` and write its figures and details to ``result.json``.
 
@@ -64,13 +72,19 @@ def run_main(measure: Callable[[argparse.Namespace], tuple[Figures, Any]], *opti
     for option in options:
         parser.add_argument(option)
     arguments = parser.parse_args()
+    failure = None
     try:
         figures, details = measure(arguments)
     except CannotRun as e:
         print(f"cannot run: {e}", flush=True)
         return CANNOT_RUN
+    except PartFailed as e:
+        figures, details, failure = e.figures, e.details, str(e)
     text = json.dumps({"figures": figures, "details": details}, indent=1)
     (arguments.out / "result.json").write_text(text + "\n")
     for name, value in figures.items():
         print(f"{name}: {value}")
+    if failure is not None:
+        print(failure, flush=True)
+        return 1
     return 0

@@ -74,7 +74,10 @@ def run_parts(
             results.append(_run_part(part, evidence, limit_s, part_env, on_tick))
         except KeyboardInterrupt:  # what has been measured is worth its summary
             interrupted = f"the check was interrupted during {part.name}"
-            results.append(PartResult(part.name, part.title, "failed", interrupted, 0.0, round(limit_s, 1), {}))
+            figures, details = _read_result(evidence / part.name / RESULT) or ({}, None)
+            results.append(
+                PartResult(part.name, part.title, "failed", interrupted, 0.0, round(limit_s, 1), figures, details)
+            )
     return results
 
 

@@ -30,7 +30,7 @@ def _trace_with(fault: Setup, *kinds: trace.Kind) -> None:
 
 
 def _trace_hang_with(fault: Setup) -> None:
-    trace.trace_until_ended(4.0)
+    trace.trace_until_quiet(5.0)
     fault()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -151,8 +152,8 @@ def trace_steps(first: int, last: int, *kinds: Kind) -> None:
     _after_step(last, lambda rank: _finish(trace, rank, _group_ranks()))
 
 
-def trace_until_ended(seconds: float) -> None:
-    """Setup of a rank: trace collectives, and ``seconds`` after the first step began, write them and end the rank.
+def trace_until_quiet(seconds: float) -> None:
+    """Setup of a rank: trace collectives until ``seconds`` have passed without one, write them, and end the rank.
 
     For ranks that hang. Exit code 9.
     """
@@ -162,14 +163,18 @@ def trace_until_ended(seconds: float) -> None:
     groups: dict[str, list[int]] = {}  # those of a session that has ended, too
     train_step = Session.train_step
 
-    def end(rank: int) -> None:
+    def end_when_quiet(rank: int) -> None:
+        count = -1
+        while count < len(trace.events):
+            count = len(trace.events)
+            time.sleep(seconds)
         _finish(trace, rank, groups | _group_ranks())
         os._exit(9)
 
     def changed(self: Session, *args: Any, **kwargs: Any) -> Any:
         if not self.step:
             trace.start()
-            threading.Timer(seconds, end, [self.rank]).start()
+            threading.Thread(target=end_when_quiet, args=[self.rank]).start()
         groups.update(_group_ranks())
         return train_step(self, *args, **kwargs)
 

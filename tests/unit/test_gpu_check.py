@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu_check import evidence, machine, part_nccl, part_tests, results
-from benchmarks.gpu_check.parts import RESERVE_S, TOTAL_S, list_parts
+from benchmarks.gpu_check.parts import RESERVE_S, TOTAL_S, list_parts, run_main
 from clustertrain import clock
 from clustertrain.cluster.profile_file import parse_profile
 from clustertrain.errors import UsageError
@@ -216,6 +216,17 @@ def test_refusal_of_nccl_is_quoted() -> None:
     assert part_nccl._cause(log).endswith("NCCL WARN Duplicate GPU detected : rank 0 and rank 1")
     assert part_nccl._cause("a\nlast\n") == "last"
     assert part_nccl._cause("") == "no output"
+
+
+def test_failed_collective_keeps_what_others_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = {"one rank": {"bus_gb_s": 12.5}, "two ranks": {"error": "hung for 45 s"}}
+    cases = [part_nccl.Case(name, ("0",)) for name in outcomes]
+    monkeypatch.setattr(part_nccl, "list_cases", lambda device: cases)
+    monkeypatch.setattr(part_nccl, "_run_case", lambda case, *_: outcomes[case.name])
+    monkeypatch.setattr(sys, "argv", ["part", "--device", "cuda", "--out", str(tmp_path)])
+    assert run_main(part_nccl.measure_cases) == 1
+    figures = json.loads((tmp_path / "result.json").read_text())["figures"]
+    assert figures["one rank: all-reduce bus GB/s"] == 12.5 and figures["two ranks"] == "failed: hung for 45 s"
 
 
 MEASURED = {"gemm_tflops": 700.0, "gemm_dtype": "bf16", "device": "NVIDIA H100 80GB HBM3", "ranks": 2, "nodes": 1}

@@ -118,13 +118,17 @@ def find_heaviest_owner(
     matrices if the optimizer is for these.
 
     Args:
-        blocks, embedding, head: the part of the model.
+        blocks, embedding, head: the part of the model that is on the ranks.
     """
     hidden: list[OwnedParams] = []
     decayed: list[OwnedParams] = []
     rest: list[OwnedParams] = []
-    counts = {"embed": embedding, "norm": head, "head": head}
-    for module, shape in _iter_shapes(model, layers=1):
+    is_tied = model.tie_embeddings and embedding and head
+    counts = {"embed": embedding, "norm": head, "head": head and not is_tied}
+    shapes = list(_iter_shapes(model, layers=1))
+    if model.tie_embeddings:
+        shapes.append(("head", (model.vocab_size, model.dim)))  # without the embedding, a stage has its own copy
+    for module, shape in shapes:
         is_hidden = module.startswith("layers.") and len(shape) > 1
         group = hidden if is_hidden else decayed if module == "head" else rest
         entry = OwnedParams(

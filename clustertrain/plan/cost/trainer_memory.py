@@ -229,15 +229,15 @@ class _Step:
         if not (layout.zero1 or OPTIMIZERS[optim.name].needs_unsharded):
             return None
         return find_heaviest_owner(
-            optim, self.model, stage.blocks, embedding=stage.embedding, head=stage.head and not self.is_tied,
-            ranks=self.owners, zero1=layout.zero1,
+            optim, self.model, stage.blocks, embedding=stage.embedding, head=stage.head, ranks=self.owners,
+            zero1=layout.zero1,
         )  # fmt: skip
 
     def _count_state(self) -> Moment:
         if self.layout.offload:
             return Moment(activations=self.passes.stage_buffers)
         optimizer = self.local * self.framework.optimizer_bytes
-        if self.owned is not None and self.owners > 1:
+        if self.owned is not None:
             optimizer = self.owned.state_bytes * self.trained
             if OPTIMIZERS[self.framework.optim.name].matrices_only and not self.layout.zero1:
                 rest = self.local - self.stage.blocks * self.matrices / self.shard_ranks
@@ -301,9 +301,11 @@ class _Step:
         defers = layout.pp > 1 or (self.config.grad_accum > 1 and layout.defer_reduction)
         end_grads = self.ends + self.table_excess
         whole: float = FP32 * (stage.blocks * self.block + end_grads)
-        if layout.schedule in ("interleaved", "zero-bubble") and self.config.grad_accum <= layout.pp:
-            # A stage has reduced its gradients before the rank's stage before it begins.
-            whole = FP32 * (stage.blocks * self.block / layout.virtual_stages + end_grads)
+        is_stage_by_stage = self._reduces_stage_by_stage()
+        if is_stage_by_stage:
+            # A rank has the first stage or the last one in this case, or in ZBV both, of which the last is done.
+            outside = self.table + self.table_excess if stage.embedding else end_grads
+            whole = FP32 * (stage.blocks * self.block / layout.virtual_stages + outside)
         before = (whole if defers else shards * (not layout.offload)) * self.accumulates
         unreduced = self._count_unreduced()
         before += unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
@@ -346,10 +348,7 @@ class _Step:
         # tied head's gradient is added to it in a new tensor.
         table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
         accumulated = self._accumulated_at_embedding(block_shards, whole)
-        if layout.schedule == "zbv" and self.config.grad_accum < 2 * layout.pp:
-            # The last stage, which is the rank's other one, has reduced its gradients.
-            accumulated = FP32 * (stage.blocks * self.block / layout.virtual_stages + self.table + self.table_excess)
-        else:
+        if not (is_stage_by_stage and stage.embedding):
             table_grads += compute * self.table * (stage.head + self.is_tied * (2 if layout.tp > 1 else 1))
         embedding = self._moment(
             params=gathered if layout.pp > 1 else compute * self.ends,
@@ -362,6 +361,12 @@ class _Step:
         # The parameters outside blocks are reduced last. Their gradients are freed when they have been copied.
         root = self._moment(grads=block_shards + (FP32 if defers else compute) * end_grads + FP32 * self.ends)
         return [loss, *in_blocks, *later, embedding, root]
+
+    def _reduces_stage_by_stage(self) -> bool:
+        """Return whether each of the rank's stages has reduced its gradients before the one before it has any."""
+        if self.layout.schedule == "zbv":
+            return self.stage.in_flight_with_gradients == 0
+        return self.layout.schedule in ("interleaved", "zero-bubble") and self.config.grad_accum <= self.layout.pp
 
     def _count_unreduced(self) -> float:
         """Return the bytes of gradients that ``fully_shard`` has not yet cast to add them to the others.
@@ -416,7 +421,9 @@ class _Step:
         state, grads = self.state, 0.0 if self.layout.offload else FP32 * self.local
         if not self.layout.is_fully_sharded:
             grads += FP32 * self.table_excess
-        if self.owned is None:
+        if self.layout.offload:
+            temporary = 0.0  # the CPU updates
+        elif self.owned is None:
             temporary = temporary_bytes(self.framework.optim, (self.local,), is_hidden_matrix=False)
         else:
             temporary = self.owned.temporary_bytes

@@ -20,8 +20,8 @@ from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.optimizer_state import check_optimizer, estimate_state
 from clustertrain.plan.layout import Batch, Layout, Strategy
 
-COUNT, HELD_OUT_COUNT = 210, 60
-_SEED, _HELD_OUT_SEED = 20, 21
+# Seed and number of cells of each draw. The formulas were corrected by all but the last.
+DRAWS = ((20, 210), (21, 60), (22, 40))
 MAX_RANKS = 512
 MAX_BLOCK_PASSES, MAX_LARGE_PASSES = 80, 130  # blocks times micro-batches of a traced rank; large: above 100B
 
@@ -52,7 +52,7 @@ class MemoryCell:
     batch: Batch
     precision: Precision
     is_held_out: bool = False
-    """Whether it was first traced when the formulas were finished."""
+    """Whether no formula was corrected because of it."""
 
     @property
     def name(self) -> str:
@@ -87,9 +87,11 @@ class MemoryCell:
 
 def draw_cells() -> list[MemoryCell]:
     """Return all cells, those held out last."""
-    cells = {cell.name: cell for cell in _draw_distinct(_SEED, COUNT)}
-    for cell in _draw_distinct(_HELD_OUT_SEED, HELD_OUT_COUNT):
-        cells.setdefault(cell.name, dataclasses.replace(cell, is_held_out=True))
+    cells: dict[str, MemoryCell] = {}
+    for seed, count in DRAWS:
+        is_last = seed == DRAWS[-1][0]
+        for cell in _draw_distinct(seed, count):
+            cells.setdefault(cell.name, dataclasses.replace(cell, is_held_out=is_last))
     return list(cells.values())
 
 
