@@ -98,10 +98,10 @@ chaos-slurm: setup test-packages ## a storm of 100 faults on runs of the Slurm t
 fuzz: setup ## 10,000 hostile inputs for every command, recipe and file of a run; FUZZ='--inputs N --seed S --class NAME'
 	$(BIN)/python -m tests.harness.fuzz $(FUZZ)
 
-fake-cluster: setup ## one step of the presets' layouts on 16 to 512 fake ranks; FAKE='--all' for every layout (hours)
+fake-cluster: setup ## one step of the presets' layouts on 16 to 512 fake ranks; FAKE='--all' for every layout (days)
 	$(BIN)/python -m tests.harness.fake_cluster layouts $(FAKE)
 
-fake-memory: setup ## the plan's memory against torch's memory tracker, 270 jobs; writes benchmarks/results/fake_memory.json
+fake-memory: setup ## the plan's memory against torch's memory tracker, 310 jobs; writes benchmarks/results/fake_memory.json
 	$(BIN)/python -m tests.harness.fake_cluster memory $(FAKE)
 
 gpu-check: setup ## all that waits for a GPU, in at most 15 minutes; leaves a folder of evidence. GPU_CHECK='--out FOLDER'

@@ -22,16 +22,12 @@ def format_table(waits: Mapping[str, Mapping[Wait, float]]) -> list[str]:
     Args:
         waits: by case, the most that a rank waited.
     """
-    lines = ["| layout | waits per step | of these, in every layout | others |", "|---|---|---|---|"]
+    lines = ["| layouts | waits per step |", "|---|---|"]
+    layouts: dict[str, list[str]] = {}
     for name, counts in waits.items():
-        common = sum(n for wait, n in counts.items() if wait in sync_budget.EVERY_STEP)
-        others = [
-            f"{n:g} {what} in `{place}`"
-            for (what, place), n in sorted(counts.items())
-            if (what, place) not in sync_budget.EVERY_STEP
-        ]
-        lines.append(f"| {name} | {sum(counts.values()):g} | {common:g} | {'; '.join(others)} |")
-    return lines
+        text = "<br>".join(f"{n:g} {what} in `{place}`" for (what, place), n in sorted(counts.items()))
+        layouts.setdefault(text, []).append(name)
+    return lines + [f"| {', '.join(names)} | {text} |" for text, names in layouts.items()]
 
 
 def format_reasons() -> list[str]:

@@ -55,7 +55,7 @@ class RankStage:
     in_flight: float = 1.0
     """Micro-batches whose activations it keeps."""
     deferred: int = 0
-    """Passes through a stage for the gradients of weights that wait at most, if the backward pass is split."""
+    """The most passes for gradients of weights that wait at the same time, if the backward pass is split."""
     in_flight_with_gradients: float = 0.0
     """Micro-batches whose activations it keeps when it has all gradients of two, if the backward pass is split."""
 

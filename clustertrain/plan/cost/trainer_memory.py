@@ -88,7 +88,7 @@ class LowerBounds(NamedTuple):
 def bound_state(
     model: DecoderShape, layout: Layout, config: PassConfig, stage: RankStage, framework: Framework
 ) -> LowerBounds:
-    """Return bounds for parameters, gradients and optimizer state, whatever the micro-batch and recomputation."""
+    """Return bounds for parameters, gradients and optimizer state, for any micro-batch and recomputation."""
     step = _Step(model, layout, config, stage, framework, PassBytes(*[0.0] * len(PassBytes._fields)))
     gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
     # In a pipeline, some micro-batch's backward pass finds the gradients of another.
@@ -98,7 +98,7 @@ def bound_state(
 
 
 def bound_pass(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
-    """Return bounds for activations and logits without a pipeline, however parameters are sharded."""
+    """Return bounds for activations and logits without a pipeline, for any sharding of the parameters."""
     passes = _count_passes(model, layout, config, RankStage(model.layers), framework, None)
     return LowerBounds(passes.saved + passes.logits, passes.saved + passes.block_backward)
 
@@ -264,8 +264,8 @@ class _Step:
         if self.config.autocast:
             head_cast, block_casts = compute * self.table * stage.head, compute * stage.blocks * self.matrices
         kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
-        # autocast keeps the casts of a stage until its pass is over, which for the last one includes the loss: computed
-        # from logits, their fp32 copy and log-softmax.
+        # Autocast keeps a stage's cast weights until its forward pass ends. The last stage's includes the loss: logits,
+        # their fp32 copy and log-softmax.
         stage_casts = block_casts / layout.virtual_stages if self.is_recomputed else 0.0
         loss_forward = self._moment(
             params=kept_casts + stage_casts, grads=before, activations=passes.saved,
@@ -371,8 +371,8 @@ class _Step:
     def _count_unreduced(self) -> float:
         """Return the bytes of gradients that ``fully_shard`` has not yet cast to add them to the others.
 
-        If the backward pass is split, it does so when it has the gradients of the inputs: those of the weights, which
-        come later, wait for the stage's next micro-batch. The first stage of a pipeline does not split its backward
+        It does so when the gradients of the inputs are done. If the backward pass is split, those of the weights come
+        later, so they wait for the stage's next micro-batch. The first stage of a pipeline does not split its backward
         pass.
         """
         layout, stage, compute = self.layout, self.stage, self.config.compute_bytes

@@ -11,15 +11,9 @@ import pytest
 from benchmarks import measure
 from clustertrain import fsio
 from clustertrain.config.optimizers import OptimizerName
-from tests.harness.fake_cluster.memory_cells import MemoryCell, draw_cells
+from tests.harness.fake_cluster.memory_cells import LARGER, MemoryCell, draw_cells
 
 MEDIAN, WORST = 0.03, 0.08
-# ZBV pipelines with a larger prediction: it adds up the gradients that wait to be reduced and the most activations,
-# which these ranks have at different moments, and others at the same.
-LARGER = {
-    "13b; fsdp 64, pp 8 (zbv); 512 ranks; bf16; adamw; 16 x 1 x 2048; x2 stages": 1.112,
-    "70b; ddp 2, tp 2 + sp, pp 4 (zbv); 16 ranks; bf16; adamw; 4 x 4 x 2048; recompute full; x2 stages": 1.093,
-}
 
 
 @pytest.fixture(scope="module")
