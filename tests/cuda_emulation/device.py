@@ -199,6 +199,8 @@ def _create_backend(options: Any, _backend_options: Any) -> Any:
 
 def _register_nccl() -> None:
     """Let ``nccl`` name the emulated backend, as far as programs can see."""
+    # Where torch was built with CUDA, gloo copies tensors of the device through the host. We never want that.
+    dist.Backend.backend_capability["gloo"] = ["cpu"]
     dist.Backend.register_backend(_BACKEND, _create_backend, extended_api=True, devices=["cuda"])
 
     def set_default_timeout(backend: Any, timeout: timedelta) -> None:

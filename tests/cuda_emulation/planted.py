@@ -59,12 +59,12 @@ def cpu_norm_to_nccl() -> None:
     train_step.local_squared_norm = lambda *args, **kwargs: original(*args, **kwargs).cpu()  # type: ignore[attr-defined]
 
 
-def cuda_tensor_to_gloo() -> None:
-    def reduce(step: TrainStep, totals: torch.Tensor) -> None:
-        assert step._groups.stop is not None
-        step._groups.stop._levels[0].gloo.allreduce([totals]).wait()
+def cpu_tensor_broadcast_by_nccl() -> None:
+    _before_update(lambda step, totals: dist.broadcast(torch.ones(1), 0))
 
-    _before_update(reduce)
+
+def cuda_tensor_to_gloo() -> None:
+    _before_update(lambda step, totals: dist.all_reduce(totals, group=dist.new_group(backend="gloo")))
 
 
 # -- a hidden wait of the host

@@ -39,8 +39,12 @@ def test_losses_equal_the_cpu_s(name: str) -> None:
 @pytest.mark.parametrize("name", _cases())
 def test_host_waits_only_where_named(name: str) -> None:
     """The host waits where :mod:`tests.cuda_emulation.sync_budget` says so, and nowhere else."""
-    for rank, waits in traced_run(name).waits_per_step().items():
+    by_rank = traced_run(name).waits_per_step()
+    for rank, waits in by_rank.items():
         assert not sync_budget.excess(name, waits), f"rank {rank}"
+    assert sync_budget.MORE.get(name, {}).keys() <= set().union(*by_rank.values()), (
+        "the budget names waits that are gone"
+    )
 
 
 def test_each_allowed_wait_has_a_reason() -> None:
