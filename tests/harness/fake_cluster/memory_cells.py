@@ -37,11 +37,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "70b": PRESETS["llama3.1-70b"],
     "405b": PRESETS["llama3.1-405b"],
 }
-# ZBV pipelines with a larger prediction: it adds up the gradients that wait to be reduced and the most activations,
-# which these ranks have at different moments, and others at the same.
+# Pipelines with a split backward pass and a larger prediction. It adds up the gradients that wait to be reduced, those
+# of outputs that wait for the weights' and the most activations: some ranks have them at different moments.
 LARGER: Mapping[str, float] = {
     "13b; fsdp 64, pp 8 (zbv); 512 ranks; bf16; adamw; 16 x 1 x 2048; x2 stages": 1.112,
     "70b; ddp 2, tp 2 + sp, pp 4 (zbv); 16 ranks; bf16; adamw; 4 x 4 x 2048; recompute full; x2 stages": 1.093,
+    "70b; fsdp 32, pp 2 (zbv); 64 ranks; bf16; adafactor; 2 x 1 x 8192; recompute full; x2 stages": 1.181,
+    "1b; fsdp 4, tp 4 + sp, pp 2 (zero-bubble); 32 ranks; bf16; adamw; 2 x 1 x 8192; recompute full; whole logits; "
+    "x2 stages": 1.107,
 }
 _STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp", "fsdp", "fsdp-grad-op", "hybrid-shard")
 _SCHEDULES = ("1f1b", "1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")

@@ -149,7 +149,7 @@ def draw(rows: Sequence[Row]) -> None:
         points = [(row.traced_gib, 100 * (row.ratio - 1)) for row in rows if row.cell.is_held_out is is_held_out]
         axes.scatter(*zip(*points, strict=True), s=12, label=label, color=color, alpha=0.8)
     axes.axhspan(-100 * WORST_GOAL, 100 * WORST_GOAL, color="#dddddd", zorder=0)
-    axes.set(xscale="log", xlabel="traced peak, GiB per rank", ylabel="prediction - trace, %", ylim=(-12, 12))
+    axes.set(xscale="log", xlabel="traced peak, GiB per rank", ylabel="prediction - trace, %", ylim=(-20, 20))
     axes.legend(frameon=False)
     figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
