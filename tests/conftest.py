@@ -24,6 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 WHOLE_FILES = frozenset(
     {
         "test_chaos.py",
+        "test_fake_cluster.py",
         "test_html_in_chromium.py",
         "test_local_backend.py",
         "test_options.py",
