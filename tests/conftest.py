@@ -54,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         try:
             environment = own_processes.environment()  # compiled once, before workers start
         except CannotEmulate as e:
+            if os.environ.get("CLUSTERTRAIN_REQUIRE_CUDA_EMULATION") == "1":
+                raise pytest.UsageError(f"{e}, and CLUSTERTRAIN_REQUIRE_CUDA_EMULATION=1") from None
             config.stash[NO_EMULATION] = str(e)
             return
         # xdist's workers would inherit it, and the emulated device with it.

@@ -98,7 +98,7 @@ def _count_visible() -> int:
     """Return the number of devices; those in CUDA_VISIBLE_DEVICES count from 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count: int = emulated.DEVICE_COUNT
-    return count if visible is None else min(count, len(list(filter(None, visible.split(",")))))
+    return count if visible is None else min(count, sum(map(bool, visible.split(","))))
 
 
 class _Runtime:

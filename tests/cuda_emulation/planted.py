@@ -206,7 +206,7 @@ def groups_in_order_of_rank() -> None:
 
 
 def tensors_in_order_of_rank() -> None:
-    """Two reductions of one group, in an order that depends on the rank, as that of a set may."""
+    """Two reductions of one group in an order that depends on the rank, like that of a set."""
 
     def reduce(step: TrainStep, totals: torch.Tensor) -> None:
         pairs = [(torch.ones(6, dtype=dtype, device=totals.device), None) for dtype in (torch.float32, torch.int32)]

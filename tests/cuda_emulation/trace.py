@@ -160,7 +160,7 @@ def trace_until_quiet(seconds: float) -> None:
     from clustertrain.train.session.session import Session
 
     trace = Trace("collective")
-    groups: dict[str, list[int]] = {}  # those of a session that has ended, too
+    groups: dict[str, list[int]] = {}  # kept, because the end of a session removes its groups
     train_step = Session.train_step
 
     def end_when_quiet(rank: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OWN_PROCESSES = "its processes are those of a machine without a GPU"
+OWN_PROCESSES = "starts its own CPU-only processes"
 NO_RANKS = "starts no rank: it computes in the test's process, on the CPU"
 HOST_MEMORY = "limits the memory of a CPU rank"
 HAS_GPU = "expects a machine without a GPU, and the emulated device is one"

@@ -145,8 +145,8 @@ def _count_passes(
 
 
 def _kept_gradients(model: DecoderShape, layout: Layout) -> float:
-    """Return the elements per token whose gradients a split backward pass keeps for those of a block's weights: the
-    outputs of its linear layers and norms."""
+    """Return the elements per token of a block's linear layers and norms, whose output gradients a split backward pass
+    keeps until it computes the gradients of the weights."""
     norms = 2 * model.dim / (layout.tp if layout.sequence_parallel else 1)
     return (model.dim + 2 * _kv_width(model) + 2 * model.hidden) / layout.tp + 2 * model.dim + norms
 
@@ -172,8 +172,9 @@ def _kv_width(model: DecoderShape) -> int:
 def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, stage: RankStage, in_flight: float) -> float:
     """Return the bytes per logit at the start of the backward pass: fp32 log-softmax, its gradient and the logits'.
 
-    torch's loss of split logits has one more fp32 tensor. A pipeline keeps the outputs of its stages, gpipe the
-    log-softmax of all micro-batches, and a split backward pass the gradients of outputs until those of weights are due.
+    torch's loss of split logits has one more fp32 tensor. A pipeline keeps the outputs of its stages; gpipe also keeps
+    the log-softmax of all micro-batches; a split backward pass also keeps the gradients of outputs until the pass for
+    weights.
     """
     is_split = layout.tp > 1 and config.parallel.loss_parallel
     is_gathered = is_split and framework.whole_logits
@@ -303,7 +304,7 @@ class _Step:
         whole: float = FP32 * (stage.blocks * self.block + end_grads)
         is_stage_by_stage = self._reduces_stage_by_stage()
         if is_stage_by_stage:
-            # A rank has the first stage or the last one in this case, or in ZBV both, of which the last is done.
+            # Under ZBV the first rank has the first and the last stage, and the last one has been reduced by now.
             outside = self.table + self.table_excess if stage.embedding else end_grads
             whole = FP32 * (stage.blocks * self.block / layout.virtual_stages + outside)
         before = (whole if defers else shards * (not layout.offload)) * self.accumulates
@@ -371,9 +372,8 @@ class _Step:
     def _count_unreduced(self) -> float:
         """Return the bytes of gradients that ``fully_shard`` has not yet cast to add them to the others.
 
-        It does so when the gradients of the inputs are done. If the backward pass is split, those of the weights come
-        later, so they wait for the stage's next micro-batch. The first stage of a pipeline does not split its backward
-        pass.
+        It casts them at the end of the pass for inputs. A split backward pass computes the gradients of weights after
+        that, so these wait for the stage's next micro-batch. The first stage does not split its backward pass.
         """
         layout, stage, compute = self.layout, self.stage, self.config.compute_bytes
         if layout.schedule not in SPLIT_BACKWARD_SCHEDULES or self.config.grad_accum == 1 or compute == FP32:
@@ -404,8 +404,10 @@ class _Step:
         return self.config.compute_bytes * (self.ends + blocks * self.block)
 
     def _next_micro_batch(self, moment: Moment, all_grads: float) -> Moment:
-        """Return ``moment`` in the backward pass of a pipeline's second micro-batch: the first one's activations are
-        gone, and all gradients exist, or those of the last stage when its loss is computed."""
+        """Return ``moment`` in the backward pass of a pipeline's second micro-batch.
+
+        The first one's activations are gone. All gradients exist, but only the last stage's at its loss.
+        """
         if self.layout.pp == 1 or self.accumulates:
             return moment
         if moment.logits and self.layout.virtual_stages > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -25,7 +26,7 @@ def result() -> Any:
         text=True,
         check=False,
     )
-    if done.returncode == 77:
+    if done.returncode == 77 and os.environ.get("CLUSTERTRAIN_REQUIRE_CUDA_EMULATION") != "1":
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
