@@ -79,12 +79,12 @@ def find_micro_batch(
         on_progress(f"note: {note}")
     result = MicroBatchSearchResult(description)
     on_progress(f"on {description}")
-    with scratch_run.interruptible():
+    with scratch_run.interruptible() as raise_if_interrupted:
         while (micro_batch := search.next_micro_batch(result.trials)) is not None:
             on_progress(f"micro_batch {micro_batch} ...")
             split = search.build_batch(micro_batch, spec.recipe.tokens_per_sample)
             try:
-                result.trials.append(_run_trial(prepared, search, split, environ))
+                result.trials.append(_run_trial(prepared, search, split, environ, raise_if_interrupted))
                 on_progress(f"  {result.trials[-1].outcome.replace('_', ' ')}")
             except ClusterTrainError as e:
                 result.error = e
@@ -120,11 +120,17 @@ def _local_world_size(prepared: PreparedRun, environ: Mapping[str, str]) -> int:
     return job.gpus
 
 
-def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ: Mapping[str, str]) -> Trial:
+def _run_trial(
+    prepared: PreparedRun,
+    search: TrialSearch,
+    split: Batch,
+    environ: Mapping[str, str],
+    raise_if_interrupted: Callable[[], None],
+) -> Trial:
     """Run one trial; raise ClusterTrainError for a failure other than out of memory."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-probe-", ignore_cleanup_errors=True) as folder:
         run = scratch_run.write_run_dir(prepared, search.layout, split, Path(folder))
-        result, output = _run_ranks(prepared, search, run, environ)
+        result, output = _run_ranks(prepared, search, run, environ, raise_if_interrupted)
         if result.ending == "completed":
             files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
             measured = [schema.decode(f.read_bytes(), TrialMeasurement) for f in files]
@@ -137,7 +143,11 @@ def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ
 
 
 def _run_ranks(
-    prepared: PreparedRun, search: TrialSearch, run: RunDir, environ: Mapping[str, str]
+    prepared: PreparedRun,
+    search: TrialSearch,
+    run: RunDir,
+    environ: Mapping[str, str],
+    raise_if_interrupted: Callable[[], None],
 ) -> tuple[NodeResult, str]:
     """Run the ranks of one trial; return their result and the output of torchrun.
 
@@ -150,9 +160,14 @@ def _run_ranks(
     argv = torchrun.build_command(rdzv, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
     env, log = scratch_run.build_environment(prepared, run, environ), attempt.logs / "torchrun.log"
     has_timed_out = _FailureTimeout(run.path, ranks)
+
+    def is_over() -> bool:
+        raise_if_interrupted()
+        return child.poll() is not None or has_timed_out()
+
     try:
         child = proc.start(argv, env=env, log=log, new_session=True)
-        in_time = clock.wait_until(lambda: child.poll() is not None or has_timed_out(), TRIAL_TIMEOUT_S, POLL_S)
+        in_time = clock.wait_until(is_over, TRIAL_TIMEOUT_S, POLL_S)
     finally:
         exit_code = child.poll()
         proc.kill_descendants()

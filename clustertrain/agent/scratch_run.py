@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -23,18 +23,31 @@ LOOPBACK = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that the process can end its children first."""
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Raise KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP, so that the process can end its children first.
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    Python discards an exception that a signal handler raises inside a destructor or a callback of the interpreter. The
+    context yields a function that raises it again: call it in each loop. The end of the context calls it too.
+    """
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         raise KeyboardInterrupt
+
+    def raise_if_interrupted() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
 
     proc.become_subreaper()  # the parent of the ranks may end before them
     # Not if it is ignored: nohup ignores SIGHUP.
-    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, stop) for number in handled}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handled = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in handled}
     try:
-        yield
+        yield raise_if_interrupted
+        raise_if_interrupted()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -99,8 +99,9 @@ def diagnose(
         argv = proc.python_module_argv(prepared.python, "clustertrain.diagnose.child", *checks)
         log_path = Path(folder) / "stderr.log"
         device, findings = "", []
-        with scratch_run.interruptible():
+        with scratch_run.interruptible() as raise_if_interrupted:
             for message in _read_messages(argv, env, log_path):
+                raise_if_interrupted()
                 if "error" in message:
                     error = ConfigError if message["exit_code"] == EXIT_CONFIG else ClusterTrainError
                     raise error(message["error"], fix=message["fix"])
