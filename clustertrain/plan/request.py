@@ -9,7 +9,7 @@ import msgspec
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import presets
-from clustertrain.plan import checks, non_decoder, pipeline_schedules
+from clustertrain.plan import checks, non_decoder, optimizer_checks, pipeline_schedules
 from clustertrain.plan.batch import DEFAULT_GLOBAL_BATCH, check_divides, default_global_batch, split_batch
 from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model
 from clustertrain.plan.cost.activations import PassConfig
@@ -56,7 +56,7 @@ class PlanRequest:
             optimizer_state.estimate_state(spec.recipe.optim, self.decoder) if self.decoder is not None else None
         )
         if spec.script is None and self.decoder is None and self.model_kind:
-            optimizer_state.check_modules(spec.recipe.optim, optimizer_state.list_modules(model))
+            optimizer_checks.check_modules(spec.recipe.optim, optimizer_checks.list_modules(model))
         framework = frameworks.with_compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
         framework = replace(framework, whole_logits=spec.recipe.objective.label_smoothing > 0)
         self.framework = (
@@ -140,7 +140,7 @@ class PlanRequest:
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
         if self.spec.script is None:
-            optimizer_state.check_optimizer(self.spec.recipe.optim, layout, self.model_kind, self.device)
+            optimizer_checks.check_optimizer(self.spec.recipe.optim, layout, self.model_kind, self.device)
         return layout
 
     def build_search_problem(self, strategy: Strategy | None) -> SearchProblem | None:

@@ -156,9 +156,9 @@ class RaceChecker:
             self._free(event)
         else:  # memory that the program pinned itself may go only when the host has waited for its copies
             self._report(_Use(a, event) for a in self._overlapping(range_) if not _is_done(a, self._clocks[HOST]))
-        if event.name != "allocate":
-            for page in _pages(range_):
-                self._accesses[page] = [a for a in self._accesses[page] if not _covers(range_, a.range)]
+        # Before an allocation, the bytes may have been host memory, whose end is not reported.
+        for page in _pages(range_):
+            self._accesses[page] = [a for a in self._accesses[page] if not _covers(range_, a.range)]
 
     def _free(self, event: Event) -> None:
         range_ = event.writes[0]

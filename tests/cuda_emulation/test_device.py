@@ -146,6 +146,25 @@ def test_memory_is_counted_in_blocks_of_512_bytes() -> None:
     assert run(_memory) == (512, 512 + 5120, 0)
 
 
+def _events_of_resized_output() -> list[tuple[str, int]]:
+    """Return the kernels and memory events that concern the output of an operator that allocates it by resizing."""
+    from tests.cuda_emulation.trace import Trace
+
+    values = torch.ones(1000, device="cuda")
+    trace = Trace("kernel", "memory")
+    trace.start()
+    output = values.abs()
+    address = output.data_ptr()
+    del output
+    trace.stop()
+    writes = [(event.name, event.writes[0]) for event in trace.events if event.writes]
+    return [(name, written.nbytes) for name, written in writes if written.begin == address]
+
+
+def test_memory_of_resized_output_is_reported() -> None:
+    assert run(_events_of_resized_output) == [("allocate", 4096), ("aten::abs.out", 4000), ("free", 4096)]
+
+
 def _is_uninitialized_memory_nan() -> bool:
     return bool(torch.empty(64, device="cuda").isnan().all())
 

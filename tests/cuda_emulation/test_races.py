@@ -85,6 +85,7 @@ NO_RACES = {
     "same address for another tensor": [
         allocate(0, A), kernel(0, writes=[A]), free(0, A), allocate(1, A), kernel(1, writes=[A])
     ],
+    "address of former host memory": [kernel(1, reads=[A]), allocate(0, A), kernel(0, writes=[A])],
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -58,6 +59,24 @@ class DecoderSizes:
     def parameters(self) -> int:
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return self.layers * self._block_params + embeddings + self.dim
+
+
+def iter_shapes(model: DecoderShape, layers: int | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (module, shape) of each parameter of the decoder, or of one with another number of ``layers``."""
+    dim, hidden, kv = model.dim, model.hidden, model.kv_heads * (model.dim // model.heads)
+    yield "embed", (model.vocab_size, dim)
+    feed_forward = {"gate": (hidden, dim)} if model.gated else {}
+    matrices = {
+        **{f"attention.{n}": shape for n, shape in {"q": (dim, dim), "k": (kv, dim), "v": (kv, dim)}.items()},
+        "attention.out": (dim, dim),
+        **{f"ffn.{n}": shape for n, shape in {**feed_forward, "up": (hidden, dim), "down": (dim, hidden)}.items()},
+    }
+    for i in range(model.layers if layers is None else layers):
+        yield from ((f"layers.{i}.{name}", shape) for name, shape in matrices.items())
+        yield from ((f"layers.{i}.{name}", (dim,)) for name in ("attention_norm", "ffn_norm"))
+    yield "norm", (dim,)
+    if not model.tie_embeddings:
+        yield "head", (model.vocab_size, dim)
 
 
 def matmul_parameters(model: DecoderShape) -> int:

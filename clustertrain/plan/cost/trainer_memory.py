@@ -11,15 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from clustertrain.config.optimizers import OPTIMIZERS
-from clustertrain.plan.cost import activations
 from clustertrain.plan.cost.activations import PassConfig, RankStage
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner, temporary_bytes
+from clustertrain.plan.cost.pass_memory import FP32, PassBytes, PassCache, count_passes
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.pipeline_schedules import LAYERS_PER_BLOCK, SPLIT_BACKWARD_SCHEDULES
-
-FP32 = 4
+from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 
 
 class Moment(NamedTuple):
@@ -40,24 +38,6 @@ class Moment(NamedTuple):
         return sum(self)
 
 
-class PassBytes(NamedTuple):
-    """Bytes of a rank's passes, which do not depend on how data parallelism shards the parameters."""
-
-    saved: float
-    """Kept for the backward pass, of all micro-batches in flight."""
-    block_backward: float
-    """Added by a block's backward pass."""
-    logits: float
-    """Of the loss, at the start of the first backward pass."""
-    later_logits: float
-    """The same for the second micro-batch of a pipeline."""
-    stage_buffers: float
-    """In which pipeline stages receive."""
-
-
-PassCache = dict[tuple[object, ...], PassBytes]
-
-
 def find_peak(
     model: DecoderShape,
     layout: Layout,
@@ -71,9 +51,10 @@ def find_peak(
     Args:
         cache: saves a search from counting the same passes for every way to shard the parameters.
     """
-    step = _Step(model, layout, config, stage, framework, _count_passes(model, layout, config, stage, framework, cache))
-    passes = step.fully_sharded_passes() if layout.is_fully_sharded else step.plain_passes()
-    return max((*passes, step.update()), key=sum)
+    passes = count_passes(model, layout, config, stage, framework, cache)
+    rank = _Rank(model, layout, config, stage, framework, passes)
+    step = _FullyShardedStep(rank) if layout.is_fully_sharded else _PlainStep(rank)
+    return max((*step.list_passes(), step.update()), key=sum)
 
 
 class LowerBounds(NamedTuple):
@@ -89,7 +70,7 @@ def bound_state(
     model: DecoderShape, layout: Layout, config: PassConfig, stage: RankStage, framework: Framework
 ) -> LowerBounds:
     """Return bounds for parameters, gradients and optimizer state, for any micro-batch and recomputation."""
-    step = _Step(model, layout, config, stage, framework, PassBytes(*[0.0] * len(PassBytes._fields)))
+    step = _Step(_Rank(model, layout, config, stage, framework, PassBytes(*[0.0] * len(PassBytes._fields))))
     gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
     # In a pipeline, some micro-batch's backward pass finds the gradients of another.
     grads = step.trained * FP32 * step.total if layout.pp > 1 and config.grad_accum > 1 else 0.0
@@ -99,106 +80,27 @@ def bound_state(
 
 def bound_pass(model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework) -> LowerBounds:
     """Return bounds for activations and logits without a pipeline, for any sharding of the parameters."""
-    passes = _count_passes(model, layout, config, RankStage(model.layers), framework, None)
+    passes = count_passes(model, layout, config, RankStage(model.layers), framework, None)
     return LowerBounds(passes.saved + passes.logits, passes.saved + passes.block_backward)
 
 
-def _count_passes(
-    model: DecoderShape,
-    layout: Layout,
-    config: PassConfig,
-    stage: RankStage,
-    framework: Framework,
-    cache: PassCache | None,
-) -> PassBytes:
-    key = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.activation_checkpointing,
-           config.micro_batch, config.grad_accum, config.autocast, stage)  # fmt: skip
-    cached = cache.get(key) if cache is not None else None
-    if cached is not None:
-        return cached
-    tokens = config.micro_batch * config.seq_len / layout.cp
-    stream = config.residual_bytes * model.dim / (layout.tp if layout.sequence_parallel else 1)
-    kept = activations.saved_bytes(model, config, layout, stage, framework)
-    # The feed-forward layer: three gradients of its width without the product, which is freed, and two of the stream.
-    block_backward = 2 * config.compute_bytes * model.hidden / layout.tp + stream + config.compute_bytes * model.dim
-    is_split, is_recomputed = layout.schedule in SPLIT_BACKWARD_SCHEDULES, layout.activation_checkpointing != "none"
-    stage_blocks = -(-stage.blocks // layout.virtual_stages)
-    if is_split:
-        if is_recomputed:
-            block_backward = config.compute_bytes * _recomputed_for_weights(model, layout, stage_blocks)
-        block_backward += config.compute_bytes * stage_blocks * (1 + stage.deferred) * _kept_gradients(model, layout)
-    elif is_recomputed:
-        block_backward += activations.block_bytes(model, config, layout, framework)
-    # A stage keeps one buffer per micro-batch for activations, and one for gradients, from step to step.
-    buffers = (2 * layout.virtual_stages - stage.embedding - stage.head) * config.grad_accum if layout.pp > 1 else 0
-    logits = tokens * model.vocab_size * stage.head
-    result = PassBytes(
-        saved=tokens * kept * stage.in_flight,
-        block_backward=tokens * block_backward,
-        logits=logits * _logit_bytes(layout, config, framework, stage, stage.in_flight),
-        later_logits=logits * _logit_bytes(layout, config, framework, stage, stage.in_flight - 1),
-        stage_buffers=buffers * tokens * stream,
-    )
-    if cache is not None:
-        cache[key] = result
-    return result
+class _Rank(NamedTuple):
+    """What the counts of a rank depend on."""
 
-
-def _kept_gradients(model: DecoderShape, layout: Layout) -> float:
-    """Return the elements per token of a block's linear layers and norms, whose output gradients a split backward pass
-    keeps until it computes the gradients of the weights."""
-    norms = 2 * model.dim / (layout.tp if layout.sequence_parallel else 1)
-    return (model.dim + 2 * _kv_width(model) + 2 * model.hidden) / layout.tp + 2 * model.dim + norms
-
-
-def _recomputed_for_weights(model: DecoderShape, layout: Layout, blocks: int) -> float:
-    """Return the elements per token that the pass for a stage's weights recomputes.
-
-    ``stage_backward_weight`` calls autograd once per layer, and each call recomputes the whole block. The inputs of
-    linear layers and norms are freed when the layer's call is over, everything else at the end of the pass. The peak is
-    in the call for the up or for the down projection of the last block.
-    """
-    layers = LAYERS_PER_BLOCK
-    product = model.hidden / layout.tp
-    rest = (2 * model.dim + 2 * _kv_width(model)) / layout.tp + 3 * product
-    in_up = rest * (layers * blocks - 1) + (product + model.dim) * (layers - 1)
-    return max(in_up, (rest * blocks + product) * layers)
-
-
-def _kv_width(model: DecoderShape) -> int:
-    return model.kv_heads * (model.dim // model.heads)
-
-
-def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, stage: RankStage, in_flight: float) -> float:
-    """Return the bytes per logit at the start of the backward pass: fp32 log-softmax, its gradient and the logits'.
-
-    torch's loss of split logits has one more fp32 tensor. A pipeline keeps the outputs of its stages; gpipe also keeps
-    the log-softmax of all micro-batches; a split backward pass also keeps the gradients of outputs until the pass for
-    weights.
-    """
-    is_split = layout.tp > 1 and config.parallel.loss_parallel
-    is_gathered = is_split and framework.whole_logits
-    shards = layout.tp if is_split and not is_gathered else 1
-    output = config.compute_bytes / (layout.tp if is_split else 1) if layout.pp > 1 or is_gathered else 0.0
-    loss = (4 if shards > 1 else 3) * FP32 / shards
-    others = in_flight - 1 if layout.schedule == "gpipe" else 0.0
-    return output * (1 + stage.deferred) + loss + others * (output + FP32 / shards)
+    model: DecoderShape
+    layout: Layout
+    config: PassConfig
+    stage: RankStage
+    framework: Framework
+    passes: PassBytes
 
 
 class _Step:
-    """Counts of a rank, and the moments made of them."""
+    """Counts of a rank, and the moment of its update."""
 
-    def __init__(
-        self,
-        model: DecoderShape,
-        layout: Layout,
-        config: PassConfig,
-        stage: RankStage,
-        framework: Framework,
-        passes: PassBytes,
-    ) -> None:
-        self.model, self.layout, self.config, self.stage, self.framework = model, layout, config, stage, framework
-        self.passes = passes
+    def __init__(self, rank: _Rank) -> None:
+        model, layout, config, stage, framework, _ = rank
+        self.model, self.layout, self.config, self.stage, self.framework, self.passes = rank
         self.is_recomputed = layout.activation_checkpointing != "none"
         norms = 2 * model.dim
         self.matrices = (model.block_parameters() - norms) // layout.tp  # elements of a block
@@ -214,8 +116,8 @@ class _Step:
         # The gradient of a split embedding covers the whole vocabulary, unless a tied head adds one that is split.
         is_split_table = layout.tp > 1 and stage.embedding and not self.is_tied
         self.table_excess = model.vocab_size * model.dim - self.table if is_split_table else 0
-        # Whether there are gradients of earlier micro-batches when the most activations exist.
         self.trained = framework.grad_bytes / FP32  # fraction of the parameters
+        # Whether there are gradients of earlier micro-batches when the most activations exist.
         self.accumulates = config.grad_accum > (stage.in_flight if layout.pp > 1 else 1)
         # Offloaded gradients stay on the GPU until the end of the backward pass if they are also reduced over replicas:
         # FSDPParamGroup._all_reduce_state.
@@ -245,7 +147,7 @@ class _Step:
                 optimizer += 8 * rest * self.trained  # AdamW's
         return Moment(params=FP32 * self.local, optimizer=optimizer, activations=self.passes.stage_buffers)
 
-    def _moment(
+    def moment(
         self, *, params: float = 0.0, grads: float = 0.0, activations: float = 0.0, logits: float = 0.0
     ) -> Moment:
         """Return the moment with these bytes besides the state."""
@@ -254,146 +156,9 @@ class _Step:
             state.params + params, self.trained * grads, state.optimizer, state.activations + activations, logits
         )
 
-    def plain_passes(self) -> list[Moment]:
-        """Return the moments without ``fully_shard``: a single rank, DDP, tensor or pipeline parallelism."""
-        layout, stage, passes, compute = self.layout, self.stage, self.passes, self.config.compute_bytes
-        all_grads = FP32 * (self.total + self.table_excess)
-        # DDP keeps its buckets; the gradients of micro-batches that it does not reduce are separate tensors.
-        buckets = all_grads if layout.strategy in ("ddp", "zero1") else 0.0
-        before = buckets + all_grads * self.accumulates
-        head_cast = block_casts = 0.0
-        if self.config.autocast:
-            head_cast, block_casts = compute * self.table * stage.head, compute * stage.blocks * self.matrices
-        kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
-        # Autocast keeps a stage's cast weights until its forward pass ends. The last stage's includes the loss: logits,
-        # their fp32 copy and log-softmax.
-        stage_casts = block_casts / layout.virtual_stages if self.is_recomputed else 0.0
-        loss_forward = self._moment(
-            params=kept_casts + stage_casts, grads=before, activations=passes.saved,
-            logits=passes.logits * (compute + 2 * FP32) / (3 * FP32),
-        )  # fmt: skip
-        loss_backward = self._moment(params=kept_casts, grads=before, activations=passes.saved, logits=passes.logits)
-        # A tied head's gradient waits for the embedding's, to which it is added in a new tensor.
-        tied_grad = FP32 * self.table * self.is_tied
-        # A gradient is cast before it is added.
-        cast_bytes = compute * self.config.autocast + FP32
-        weight_grad = cast_bytes * self.model.dim * self.model.hidden / layout.tp
-        head_grads = tied_grad if before else FP32 * self.table * stage.head
-        first_block = self._moment(
-            params=kept_casts, grads=before + head_grads + weight_grad, activations=passes.saved + passes.block_backward
-        )
-        last_block = self._moment(grads=max(before, all_grads) + weight_grad, activations=passes.block_backward)
-        table_grad = FP32 * (self.table + self.table_excess) * stage.embedding
-        embedding = self._moment(
-            grads=max(before, all_grads - table_grad) + table_grad + 2 * tied_grad, activations=self._saved_by_others()
-        )
-        later = [self._next_micro_batch(moment, all_grads) for moment in (loss_backward, first_block)]
-        return [loss_forward, loss_backward, first_block, *later, last_block, embedding]
-
-    def _saved_by_others(self) -> float:
+    def saved_by_others(self) -> float:
         """Return the bytes that a rank keeps for other micro-batches at the end of the first one's backward pass."""
         return self.passes.saved * (1 - 1 / max(1.0, self.stage.in_flight))
-
-    def fully_sharded_passes(self) -> list[Moment]:
-        """Return the moments under ``fully_shard``."""
-        layout, stage, passes, compute = self.layout, self.stage, self.passes, self.config.compute_bytes
-        blocks = max(1, stage.blocks)
-        shards = FP32 * self.local * self.keeps_shards
-        defers = layout.pp > 1 or (self.config.grad_accum > 1 and layout.defer_reduction)
-        end_grads = self.ends + self.table_excess
-        whole: float = FP32 * (stage.blocks * self.block + end_grads)
-        is_stage_by_stage = self._reduces_stage_by_stage()
-        if is_stage_by_stage:
-            # Under ZBV the first rank has the first and the last stage, and the last one has been reduced by now.
-            outside = self.table + self.table_excess if stage.embedding else end_grads
-            whole = FP32 * (stage.blocks * self.block / layout.virtual_stages + outside)
-        before = (whole if defers else shards * (not layout.offload)) * self.accumulates
-        unreduced = self._count_unreduced()
-        before += unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
-        # The buffer of the last reduction stays until the next one, in the next micro-batch.
-        last_reduced = FP32 * self.ends * (self.accumulates and not defers)
-        gathered = self.count_gathered()
-        loss = self._moment(
-            params=0.0 if layout.reshard_after_forward else gathered, grads=before + last_reduced,
-            activations=passes.saved, logits=passes.logits,
-        )  # fmt: skip
-        head_grad = compute * self.table * stage.head
-        weight_grad = compute * self.model.dim * self.model.hidden / layout.tp
-        # While a block runs, the previous one's gradients are reduced; accumulated ones are freed then.
-        reduced = 0.0 if defers else FP32 * self.block
-
-        def in_block(done: int) -> Moment:
-            """Return the moment in the feed-forward layer of a block after ``done`` others."""
-            return self._moment(
-                params=gathered,
-                grads=(before or shards * done / blocks)
-                + head_grad
-                + weight_grad
-                + (reduced if done else last_reduced),
-                activations=passes.saved * (1 - done / blocks) + passes.block_backward,
-            )
-
-        def at_end_of_block(done: int) -> Moment:
-            """Return the moment when a block after ``done`` others has all its gradients and no activations."""
-            return self._moment(
-                params=gathered,
-                grads=(before or shards * done / blocks) + head_grad + compute * self.block + reduced * (done > 0),
-                activations=passes.saved * (1 - (done + 1) / blocks),
-            )
-
-        first_block = in_block(0)
-        second, late = min(1, blocks - 1), max(0, blocks - 2)  # the last one has no next block to gather
-        in_blocks = [first_block, in_block(second), in_block(late), at_end_of_block(second), at_end_of_block(late)]
-        block_shards = FP32 * stage.blocks * self.block / self.shard_ranks * self.keeps_shards
-        # Tensor parallelism computes the embedding's gradient for the whole vocabulary, and splits it if it is tied. A
-        # tied head's gradient is added to it in a new tensor.
-        table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
-        accumulated = self._accumulated_at_embedding(block_shards, whole)
-        if not (is_stage_by_stage and stage.embedding):
-            table_grads += compute * self.table * (stage.head + self.is_tied * (2 if layout.tp > 1 else 1))
-        embedding = self._moment(
-            params=gathered if layout.pp > 1 else compute * self.ends,
-            grads=table_grads + accumulated,
-            activations=self._saved_by_others(),
-        )
-        later = [self._next_micro_batch(moment, whole) for moment in (loss, first_block)]
-        if unreduced:
-            later.append(self._after_two_micro_batches(gathered, whole + unreduced))
-        # The parameters outside blocks are reduced last. Their gradients are freed when they have been copied.
-        root = self._moment(grads=block_shards + (FP32 if defers else compute) * end_grads + FP32 * self.ends)
-        return [loss, *in_blocks, *later, embedding, root]
-
-    def _reduces_stage_by_stage(self) -> bool:
-        """Return whether each of the rank's stages has reduced its gradients before the one before it has any."""
-        if self.layout.schedule == "zbv":
-            return self.stage.in_flight_with_gradients == 0
-        return self.layout.schedule in ("interleaved", "zero-bubble") and self.config.grad_accum <= self.layout.pp
-
-    def _count_unreduced(self) -> float:
-        """Return the bytes of gradients that ``fully_shard`` has not yet cast to add them to the others.
-
-        It casts them at the end of the pass for inputs. A split backward pass computes the gradients of weights after
-        that, so these wait for the stage's next micro-batch. The first stage does not split its backward pass.
-        """
-        layout, stage, compute = self.layout, self.stage, self.config.compute_bytes
-        if layout.schedule not in SPLIT_BACKWARD_SCHEDULES or self.config.grad_accum == 1 or compute == FP32:
-            return 0.0
-        return compute * stage.blocks * self.block * (1 - stage.embedding / layout.virtual_stages)
-
-    def _after_two_micro_batches(self, params: float, grads: float) -> Moment:
-        """Return the moment when a rank has all gradients of two micro-batches, and a part of them unreduced."""
-        passes, stage = self.passes, self.stage
-        kept = stage.in_flight_with_gradients / stage.in_flight * passes.saved
-        return self._moment(params=params, grads=grads, activations=kept + passes.block_backward * self.is_recomputed)
-
-    def _accumulated_at_embedding(self, block_shards: float, whole: float) -> float:
-        """Return the bytes of the other gradients when the embedding's is computed under ``fully_shard``."""
-        block = FP32 * self.block
-        if self.layout.pp == 1 and (self.config.grad_accum == 1 or not self.layout.defer_reduction):
-            return block_shards + block  # the first block's are being reduced
-        if self.layout.pp == 1 and self.config.grad_accum == 2:
-            return self.stage.blocks * block  # of the first micro-batch; the second one's are reduced block by block
-        return whole
 
     def count_gathered(self) -> float:
         """Return the bytes of gathered parameters in a block's pass."""
@@ -403,7 +168,7 @@ class _Step:
             blocks = min(blocks, 2 if self.shard_ranks > 1 else 1)
         return self.config.compute_bytes * (self.ends + blocks * self.block)
 
-    def _next_micro_batch(self, moment: Moment, all_grads: float) -> Moment:
+    def next_micro_batch(self, moment: Moment, all_grads: float) -> Moment:
         """Return ``moment`` in the backward pass of a pipeline's second micro-batch.
 
         The first one's activations are gone. All gradients exist, but only the last stage's at its loss.
@@ -434,3 +199,194 @@ class _Step:
                 gathered = 2 * FP32 * self.owned.elements
                 temporary = gathered + max(temporary, FP32 * (self.owned.elements + self.local))
         return Moment(state.params, self.trained * grads, state.optimizer + temporary, state.activations)
+
+
+class _PlainStep(_Step):
+    """Without ``fully_shard``: a single rank, DDP, tensor or pipeline parallelism."""
+
+    def __init__(self, rank: _Rank) -> None:
+        super().__init__(rank)
+        config, stage, compute = self.config, self.stage, self.config.compute_bytes
+        self._all_grads = FP32 * (self.total + self.table_excess)
+        # DDP keeps its buckets; the gradients of micro-batches that it does not reduce are separate tensors.
+        buckets = self._all_grads if self.layout.strategy in ("ddp", "zero1") else 0.0
+        self._before = buckets + self._all_grads * self.accumulates
+        head_cast = compute * self.table * stage.head * config.autocast
+        block_casts = compute * stage.blocks * self.matrices * config.autocast
+        self._kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
+        # Autocast keeps a stage's cast weights until its forward pass ends. The last stage's includes the loss.
+        self._stage_casts = block_casts / self.layout.virtual_stages if self.is_recomputed else 0.0
+        # A gradient is cast before it is added.
+        self._weight_grad = (compute * config.autocast + FP32) * self.model.dim * self.model.hidden / self.layout.tp
+        # A tied head's gradient waits for the embedding's, to which it is added in a new tensor.
+        self._tied_grad = FP32 * self.table * self.is_tied
+
+    def list_passes(self) -> list[Moment]:
+        loss, block = self._loss_backward(), self._first_block()
+        later = [self.next_micro_batch(moment, self._all_grads) for moment in (loss, block)]
+        return [self._loss_forward(), loss, block, *later, self._last_block(), self._embedding()]
+
+    def _loss_forward(self) -> Moment:
+        """Return the moment with logits, their fp32 copy under autocast, and log-softmax."""
+        at_backward = 3 * FP32
+        logits = self.config.compute_bytes + FP32 * self.config.autocast + FP32
+        return self.moment(
+            params=self._kept_casts + self._stage_casts, grads=self._before, activations=self.passes.saved,
+            logits=self.passes.logits * logits / at_backward,
+        )  # fmt: skip
+
+    def _loss_backward(self) -> Moment:
+        return self.moment(
+            params=self._kept_casts, grads=self._before, activations=self.passes.saved, logits=self.passes.logits
+        )
+
+    def _first_block(self) -> Moment:
+        head_grad = self._tied_grad if self._before else FP32 * self.table * self.stage.head
+        return self.moment(
+            params=self._kept_casts,
+            grads=self._before + head_grad + self._weight_grad,
+            activations=self.passes.saved + self.passes.block_backward,
+        )
+
+    def _last_block(self) -> Moment:
+        return self.moment(
+            grads=max(self._before, self._all_grads) + self._weight_grad, activations=self.passes.block_backward
+        )
+
+    def _embedding(self) -> Moment:
+        table_grad = FP32 * (self.table + self.table_excess) * self.stage.embedding
+        grads = max(self._before, self._all_grads - table_grad) + table_grad + 2 * self._tied_grad
+        return self.moment(grads=grads, activations=self.saved_by_others())
+
+
+class _FullyShardedStep(_Step):
+    """Under ``fully_shard``."""
+
+    def __init__(self, rank: _Rank) -> None:
+        super().__init__(rank)
+        layout, stage, config = self.layout, self.stage, self.config
+        self._blocks = max(1, stage.blocks)
+        self._defers = layout.pp > 1 or (config.grad_accum > 1 and layout.defer_reduction)
+        """Whether gradients are reduced at the end of the step."""
+        self._gathered = self.count_gathered()
+        self._shards = FP32 * self.local * self.keeps_shards
+        self._block_shards = FP32 * stage.blocks * self.block / self.shard_ranks * self.keeps_shards
+        self._end_grads = self.ends + self.table_excess
+        self._is_stage_by_stage = self._reduces_stage_by_stage()
+        self._whole = self._count_whole()
+        self._unreduced = self._count_unreduced()
+        before = self._whole if self._defers else self._shards * (not layout.offload)
+        self._before = before * self.accumulates + self._unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
+        # The buffer of the last reduction stays until the next one, in the next micro-batch.
+        self._last_reduced = FP32 * self.ends * (self.accumulates and not self._defers)
+        # While a block runs, the previous one's gradients are reduced; accumulated ones are freed then.
+        self._reduced = 0.0 if self._defers else FP32 * self.block
+        self._head_grad = config.compute_bytes * self.table * stage.head
+
+    def list_passes(self) -> list[Moment]:
+        loss, first = self._loss(), self._in_block(0)
+        second, late = min(1, self._blocks - 1), max(0, self._blocks - 2)  # the last one has no next block to gather
+        in_blocks = [first, self._in_block(second), self._in_block(late)]
+        ends_of_blocks = [self._at_end_of_block(second), self._at_end_of_block(late)]
+        later = [self.next_micro_batch(moment, self._whole) for moment in (loss, first)]
+        if self._unreduced:
+            later.append(self._after_two_micro_batches())
+        return [loss, *in_blocks, *ends_of_blocks, *later, self._embedding(), self._root_reduction()]
+
+    def _loss(self) -> Moment:
+        return self.moment(
+            params=0.0 if self.layout.reshard_after_forward else self._gathered,
+            grads=self._before + self._last_reduced,
+            activations=self.passes.saved,
+            logits=self.passes.logits,
+        )
+
+    def _in_block(self, done: int) -> Moment:
+        """Return the moment in the feed-forward layer of a block after ``done`` others."""
+        weight_grad = self.config.compute_bytes * self.model.dim * self.model.hidden / self.layout.tp
+        reduced = self._reduced if done else self._last_reduced
+        return self.moment(
+            params=self._gathered,
+            grads=self._accumulated(done) + self._head_grad + weight_grad + reduced,
+            activations=self.passes.saved * (1 - done / self._blocks) + self.passes.block_backward,
+        )
+
+    def _at_end_of_block(self, done: int) -> Moment:
+        """Return the moment when a block after ``done`` others has all its gradients and no activations."""
+        block_grads = self.config.compute_bytes * self.block
+        return self.moment(
+            params=self._gathered,
+            grads=self._accumulated(done) + self._head_grad + block_grads + self._reduced * (done > 0),
+            activations=self.passes.saved * (1 - (done + 1) / self._blocks),
+        )
+
+    def _embedding(self) -> Moment:
+        """Return the moment when the embedding's gradient is computed."""
+        compute, stage = self.config.compute_bytes, self.stage
+        # Tensor parallelism computes it for the whole vocabulary, and splits it if it is tied. A tied head's gradient
+        # is added to it in a new tensor.
+        table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
+        if not (self._is_stage_by_stage and stage.embedding):
+            table_grads += compute * self.table * (stage.head + self.is_tied * (2 if self.layout.tp > 1 else 1))
+        return self.moment(
+            params=self._gathered if self.layout.pp > 1 else compute * self.ends,
+            grads=table_grads + self._accumulated_at_embedding(),
+            activations=self.saved_by_others(),
+        )
+
+    def _root_reduction(self) -> Moment:
+        """Return the moment when the parameters outside blocks are reduced, last of all.
+
+        Their gradients are freed when they have been copied.
+        """
+        grad_bytes = FP32 if self._defers else self.config.compute_bytes
+        return self.moment(grads=self._block_shards + grad_bytes * self._end_grads + FP32 * self.ends)
+
+    def _after_two_micro_batches(self) -> Moment:
+        """Return the moment when a rank has all gradients of two micro-batches, and a part of them unreduced."""
+        passes, stage = self.passes, self.stage
+        kept = stage.in_flight_with_gradients / stage.in_flight * passes.saved
+        return self.moment(
+            params=self._gathered,
+            grads=self._whole + self._unreduced,
+            activations=kept + passes.block_backward * self.is_recomputed,
+        )
+
+    def _accumulated(self, done: int) -> float:
+        """Return the bytes of gradients of earlier micro-batches, or of the blocks that are ``done``."""
+        return self._before or self._shards * done / self._blocks
+
+    def _accumulated_at_embedding(self) -> float:
+        """Return the bytes of the other gradients when the embedding's is computed."""
+        block = FP32 * self.block
+        if self.layout.pp == 1 and (self.config.grad_accum == 1 or not self.layout.defer_reduction):
+            return self._block_shards + block  # the first block's are being reduced
+        if self.layout.pp == 1 and self.config.grad_accum == 2:
+            return self.stage.blocks * block  # of the first micro-batch; the second one's are reduced block by block
+        return self._whole
+
+    def _count_whole(self) -> float:
+        """Return the bytes of unsharded gradients that exist at the same time."""
+        stage = self.stage
+        if not self._is_stage_by_stage:
+            return FP32 * (stage.blocks * self.block + self._end_grads)
+        # Under ZBV the first rank has the first and the last stage, and the last one has been reduced by now.
+        outside = self.table + self.table_excess if stage.embedding else self._end_grads
+        return FP32 * (stage.blocks * self.block / self.layout.virtual_stages + outside)
+
+    def _reduces_stage_by_stage(self) -> bool:
+        """Return whether each of the rank's stages has reduced its gradients before the one before it has any."""
+        if self.layout.schedule == "zbv":
+            return self.stage.in_flight_with_gradients == 0
+        return self.layout.schedule in ("interleaved", "zero-bubble") and self.config.grad_accum <= self.layout.pp
+
+    def _count_unreduced(self) -> float:
+        """Return the bytes of gradients that ``fully_shard`` has not yet cast to add them to the others.
+
+        It casts them at the end of the pass for inputs. A split backward pass computes the gradients of weights after
+        that, so these wait for the stage's next micro-batch. The first stage does not split its backward pass.
+        """
+        layout, stage, compute = self.layout, self.stage, self.config.compute_bytes
+        if layout.schedule not in SPLIT_BACKWARD_SCHEDULES or self.config.grad_accum == 1 or compute == FP32:
+            return 0.0
+        return compute * stage.blocks * self.block * (1 - stage.embedding / layout.virtual_stages)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from clustertrain.config import hardware
 from clustertrain.config.parsing import presets
-from clustertrain.plan import checks, non_decoder, pipeline_schedules
-from clustertrain.plan.cost import optimizer_state, user_model
+from clustertrain.plan import checks, non_decoder, optimizer_checks, pipeline_schedules
+from clustertrain.plan.cost import user_model
 from clustertrain.plan.decision import Explanation, PlanDecision
 from clustertrain.plan.explain import advice, node_crossing
 from clustertrain.plan.explain.warnings import (
@@ -115,7 +115,7 @@ def explain_layout(decision: PlanDecision) -> Explanation:
         )
         reasons += alignment_reasons
         warnings += alignment_warnings
-        warnings += optimizer_state.check_optimizer(recipe.optim, layout, request.model_kind, request.device)
+        warnings += optimizer_checks.check_optimizer(recipe.optim, layout, request.model_kind, request.device)
     warnings += node_crossing.crossing_warnings(layout, job.nodes, job.gpus, request.device, workload)
     return Explanation(tuple(reasons), tuple(warnings))
 

@@ -10,8 +10,8 @@ from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan import lr_schedule
-from clustertrain.plan.cost import optimizer_state
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
+from clustertrain.plan.explain.optimizer import describe_optimizer
 from clustertrain.plan.layout import Layout, pluralize
 
 
@@ -30,7 +30,7 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
         **({"data": _describe_packing(recipe.data)} if recipe.data.pack else {}),
         "objective": _describe_objective(recipe),
-        "optimizer": optimizer_state.describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
+        "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
         "schedule": _describe_schedule(recipe),
         "clipping": _describe_clipping(recipe.optim),
         "evaluation": _describe_evaluation(recipe),

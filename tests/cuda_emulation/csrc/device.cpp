@@ -470,14 +470,6 @@ at::Tensor host_alias(const at::Tensor& t) {
                DispatchKeySet(DispatchKey::CPU));
 }
 
-Storage device_storage(const Storage& storage, DeviceIndex index) {
-  return alias_storage(storage, Device(DeviceType::CUDA, index), &g_device_allocator);
-}
-
-at::Tensor device_alias(const at::Tensor& t, DeviceIndex index) {
-  return alias(t, device_storage(t.storage(), index), kKeys);
-}
-
 // ---- random numbers
 
 namespace {

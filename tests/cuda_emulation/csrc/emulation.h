@@ -79,9 +79,6 @@ inline bool is_cuda(const at::Tensor& t) {
 }
 // A CPU tensor with the memory of `t`, which it keeps alive.
 at::Tensor host_alias(const at::Tensor& t);
-// A CUDA tensor with the memory of `t`, which it keeps alive.
-at::Tensor device_alias(const at::Tensor& t, c10::DeviceIndex index);
-c10::Storage device_storage(const c10::Storage& storage, c10::DeviceIndex index);
 
 // ---- random numbers: (seed, offset) like the Philox generator of a CUDA device
 

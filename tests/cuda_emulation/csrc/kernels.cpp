@@ -226,18 +226,32 @@ class Call {
     return false;
   }
 
-  // What it writes into new memory, to_device reports.
+  // The ranges of new memory that it writes are reported with that memory.
   void report_kernel() { observe(kKernel, name_, current_stream_id(), reads_, writes_); }
 
-  // Kernels of out= variants may have resized their outputs.
+  // Kernels of out= variants may have resized their outputs, which are then in memory of the host.
   void adopt_resized() {
     for (auto& [device, host] : aliases_) {
       const bool moved = host.storage().data() != device.storage().data();
       if (!moved && host.sizes() == device.sizes()) continue;
       auto* impl = device.unsafeGetTensorImpl();
-      if (moved) impl->set_storage_keep_dtype(device_storage(host.storage(), index()));
+      if (moved) impl->set_storage_keep_dtype(copy_to_device(host.storage()));
       impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+      if (moved) report_output(device);
     }
+  }
+
+  // In memory of the device, so that it is counted and can be freed too early.
+  Storage copy_to_device(const Storage& storage) {
+    DeviceScope scope(index());
+    const size_t nbytes = storage.nbytes();
+    DataPtr data = device_allocator()->allocate(nbytes);
+    if (nbytes > 0) memcpy(data.get(), storage.data(), nbytes);
+    return Storage(Storage::use_byte_size_t(), nbytes, std::move(data), device_allocator(), true);
+  }
+
+  void report_output(const at::Tensor& t) {
+    if (is_observed(kKernel) && t.numel() > 0) observe(kKernel, name_, current_stream_id(), {}, {range_of(t)});
   }
 
   at::Tensor to_device(const at::Tensor& t) {
@@ -250,14 +264,13 @@ class Call {
         return at::native::as_strided_tensorimpl(device, t.sizes(), t.strides(), t.storage_offset());
       }
     }
-    // In memory of the device, so that it is counted and can be freed too early.
     DeviceScope scope(index());
     const at::Tensor result =
         at::detail::empty_strided_generic(t.sizes(), t.strides(), device_allocator(), kKeys, t.scalar_type());
     if (t.numel() > 0) memcpy(result.mutable_data_ptr(), t.const_data_ptr(), static_cast<size_t>(range_of(t).nbytes));
     if (t.is_conj()) result._set_conj(true);
     if (t.is_neg()) result._set_neg(true);
-    if (is_observed(kKernel) && t.numel() > 0) observe(kKernel, name_, current_stream_id(), {}, {range_of(result)});
+    report_output(result);
     return result;
   }
 

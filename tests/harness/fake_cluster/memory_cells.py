@@ -17,8 +17,9 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import checks, pipeline_schedules
 from clustertrain.plan.cost import frameworks, memory
 from clustertrain.plan.cost.activations import PassConfig
-from clustertrain.plan.cost.optimizer_state import check_optimizer, estimate_state
+from clustertrain.plan.cost.optimizer_state import estimate_state
 from clustertrain.plan.layout import Batch, Layout, Strategy
+from clustertrain.plan.optimizer_checks import check_optimizer
 
 # Seed and number of cells of each draw. The formulas were corrected by all but the last.
 DRAWS = ((20, 210), (21, 60), (22, 40))

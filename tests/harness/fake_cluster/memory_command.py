@@ -16,9 +16,18 @@ from tests.harness.fake_cluster import memory_cells
 from tests.harness.fake_cluster.in_child import ChildFailed
 from tests.harness.fake_cluster.measure_memory import measure_cell
 from tests.harness.fake_cluster.memory_cells import MemoryCell
+from tests.harness.fake_cluster.tracker import Category
 
 GIB = 1024**3
 MEDIAN_GOAL, WORST_GOAL = 0.03, 0.08
+# The tracker's categories that each of the plan's corresponds to.
+COMPARED: Mapping[str, tuple[Category, ...]] = {
+    "params": (Category.PARAMETERS, Category.GATHERED),
+    "grads": (Category.GRADIENTS, Category.REDUCED),
+    "optimizer": (Category.OPTIMIZER, Category.UPDATE),
+    "activations": (Category.FORWARD, Category.BACKWARD, Category.BATCH),
+    "logits": (Category.LOGITS,),
+}
 PICTURE = benchmark.ROOT / "docs" / "pictures" / "memory.png"
 PAGE = benchmark.ROOT / "docs" / "explanation" / "planner.md"
 BEGIN, END = "<!-- begin: written by make fake-memory -->", "<!-- end of make fake-memory -->"
@@ -52,11 +61,20 @@ class Row:
         return self.predicted_gib + self.predicted["overhead"] < self.traced_gib
 
 
-def summarize(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the errors of ``rows``."""
-    errors = sorted(abs(row.ratio - 1) for row in rows)
+def category_errors(predicted: Mapping[str, float], traced: Mapping[str, float]) -> dict[str, float]:
+    """Return prediction minus trace by the plan's categories, as fractions of the traced peak."""
+    peak = sum(traced.values())
     return {
-        "cells": len(rows),
+        category: (predicted[category] - sum(traced.get(name.value, 0.0) for name in names)) / peak
+        for category, names in COMPARED.items()
+    }
+
+
+def summarize(ratios: Sequence[float]) -> dict[str, float]:
+    """Return the errors of ``ratios`` of predicted to traced bytes."""
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    return {
+        "cells": len(ratios),
         "median": round(statistics.median(errors), 4),
         "p90": round(errors[int(0.9 * len(errors))], 4),
         "worst": round(errors[-1], 4),
@@ -83,7 +101,7 @@ def run(*, pattern: str, limit: int | None, print_held_out: bool) -> int:
         "used": [row for row in rows if not row.cell.is_held_out],
         "held out": [row for row in rows if row.cell.is_held_out],
     }
-    summaries = {name: summarize(group) for name, group in groups.items() if group}
+    summaries = {name: summarize([row.ratio for row in group]) for name, group in groups.items() if group}
     for name, summary in summaries.items():
         console.print(f"{name}: {summary}", markup=False)
     overflowing = [row.cell.name for row in rows if row.may_overflow]
@@ -120,7 +138,8 @@ def _write(rows: Sequence[Row], summaries: Mapping[str, Mapping[str, float]]) ->
     text = PAGE.read_text()
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
-    fsio.write_text(PAGE, "\n".join([head + BEGIN, "", *format_summary(rows, summaries), "", END]) + tail, mode=0o644)
+    tables = [*format_summary(rows, summaries), "", *format_categories(rows)]
+    fsio.write_text(PAGE, "\n".join([head + BEGIN, "", *tables, "", END]) + tail, mode=0o644)
     return [path, PICTURE, PAGE]
 
 
@@ -131,9 +150,20 @@ def format_summary(rows: Sequence[Row], summaries: Mapping[str, Mapping[str, flo
         errors = " | ".join(f"{summary[key]:.1%}" for key in ("median", "p90", "worst"))
         lines.append(f"| {name} | {summary['cells']:.0f} | {errors} |")
     for strategy in sorted({row.cell.layout.strategy for row in rows}):
-        summary = summarize([row for row in rows if row.cell.layout.strategy == strategy])
+        summary = summarize([row.ratio for row in rows if row.cell.layout.strategy == strategy])
         errors = " | ".join(f"{summary[key]:.1%}" for key in ("median", "p90", "worst"))
         lines.append(f"| {strategy} | {summary['cells']:.0f} | {errors} |")
+    return lines
+
+
+def format_categories(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table of errors by category."""
+    lines = ["| at the peak | median error | 90th percentile | worst |", "|---|---|---|---|"]
+    by_row = [category_errors(row.predicted, row.traced) for row in rows]
+    for category, names in COMPARED.items():
+        summary = summarize([1 + errors[category] for errors in by_row])
+        parts = " | ".join(f"{summary[key]:.1%}" for key in ("median", "p90", "worst"))
+        lines.append(f"| `{category}`: {', '.join(name.value for name in names)} | {parts} |")
     return lines
 
 

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from clustertrain.config.job import RunSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
+from clustertrain.plan.cost.model_shape import iter_shapes
 from clustertrain.plan.cost.optimizer_state import state_bytes
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.train.core.context import RankContext
@@ -116,7 +118,7 @@ def _trace(
     recipe, layout = job.recipe, job.layout
     loss_shards = layout.tp if recipe.parallel.loss_parallel else 1
     vocab = recipe.model.vocab_size
-    tracker = PeakTracker(DEVICE, {vocab, vocab // loss_shards})
+    tracker = PeakTracker(DEVICE, {vocab, vocab // loss_shards}, _weight_shapes(recipe.model, layout.tp))
     with tracker, tracker.categories_of_training():
         table = param_info.build_param_table(model)
         model = parallelize(model, context, groups, seed=1)
@@ -135,6 +137,13 @@ def _trace(
         step(micro_batches, None, loss, Clipping.from_spec(recipe.optim))
     tracker.record_peak()
     return RankTrace(tracker.peak, tracker.at_peak)
+
+
+def _weight_shapes(model: ModelSpec, tp: int) -> set[tuple[int, ...]]:
+    """Return the shapes of the matrices of ``model`` and of their shards, transposed ones included."""
+    shapes = {shape for _, shape in iter_shapes(model) if len(shape) > 1}
+    shapes |= {(rows // tp, columns) for rows, columns in shapes} | {(rows, columns // tp) for rows, columns in shapes}
+    return shapes | {(columns, rows) for rows, columns in shapes}
 
 
 def _build_optimizer(

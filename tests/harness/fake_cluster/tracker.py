@@ -15,11 +15,16 @@ from torch.distributed._tools.mem_tracker import MemTracker, _RefType, _UpdateTy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
+# In the backward pass, what these compute in the shape of a weight is its gradient, or a part of it.
+_WEIGHT_GRADIENTS = (
+    aten.mm.default, aten.embedding_dense_backward.default, aten._to_copy.default, aten.add.Tensor
+)  # fmt: skip
 _FUSED_SGD = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
 
 
@@ -27,9 +32,9 @@ class Category(_RefType):
     """What memory is for."""
 
     PARAMETERS = "parameters"
-    GATHERED = "gathered"  # parameters that fully_shard gathers, and its buffers
+    GATHERED = "gathered"  # copies of parameters: what fully_shard gathers and autocast casts
     GRADIENTS = "gradients"
-    REDUCED = "reduced"  # buffers in which gradients are reduced
+    REDUCED = "reduced"  # buffers in which gradients are reduced, DDP's buckets among them
     OPTIMIZER = "optimizer"
     UPDATE = "update"  # temporary, in the optimizer step
     FORWARD = "forward"  # what the forward pass creates: activations
@@ -45,11 +50,12 @@ class PeakTracker(MemTracker):
     allows several passes per step, which MemTracker does not.
     """
 
-    def __init__(self, device: torch.device, vocab_sizes: set[int]) -> None:
+    def __init__(self, device: torch.device, vocab_sizes: set[int], weight_shapes: set[tuple[int, ...]]) -> None:
         super().__init__()
         self._ref_class = Category
         self._device = device
         self._vocab_sizes = vocab_sizes  # last dimensions of logits
+        self._weight_shapes = weight_shapes
         self._categories = [Category.FORWARD]
         self._pauses = 0
         self.peak = 0
@@ -71,6 +77,7 @@ class PeakTracker(MemTracker):
             FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, FSDPParamGroup.post_backward
         )  # fmt: skip
 
+        ddp = DistributedDataParallel
         propagate_meta = ShardingPropagator._propagate_tensor_meta_non_cached
         update_8bit = torchao.optim.adam.single_param_adam
 
@@ -94,6 +101,9 @@ class PeakTracker(MemTracker):
             mock.patch.object(FSDPParamGroup, "unshard", self._inside(Category.GATHERED, unshard)),
             mock.patch.object(FSDPParamGroup, "wait_for_unshard", self._inside(Category.GATHERED, wait)),
             mock.patch.object(FSDPParamGroup, "post_backward", reduce),
+            # They allocate the buckets, of which the second call makes new ones.
+            mock.patch.object(ddp, "__init__", self._inside(Category.REDUCED, ddp.__init__)),
+            mock.patch.object(ddp, "_pre_forward", self._inside(Category.REDUCED, ddp._pre_forward)),
             # It computes the result's whole shape with fake tensors, also outside FakeTensorMode.
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._untracked(propagate_meta)),
             # It is compiled, and Inductor fuses what it would allocate: 36 bytes for each element of a parameter.
@@ -173,16 +183,25 @@ class PeakTracker(MemTracker):
         is_wait = func is torch.ops._c10d_functional.wait_tensor.default  # a new tensor for fake ones only
         result = args[0] if is_wait else func(*args, **kwargs or {})
         if not self._pauses and active_fake_mode() is self._fake_mode_on_entry:
-            if isinstance(result, torch.Tensor):
-                self._track_result(result)
-            else:
-                tree_map_only(torch.Tensor, self._track_result, result)
+            category = self._categories[-1]
+            if category is Category.FORWARD:
+                category = self._category_in_pass(func, args)
+            tree_map_only(torch.Tensor, lambda t: self._track(self._refine(category, func, t), t), result)
         return result
 
-    def _track_result(self, t: torch.Tensor) -> None:
-        category = self._categories[-1]
-        if category is Category.FORWARD and torch._C._current_autograd_node() is not None:
-            category = Category.BACKWARD
+    def _category_in_pass(self, func: Any, args: Any) -> Category:
+        if func is aten._to_copy.default and self._category_of(args[0]) is Category.PARAMETERS:
+            return Category.GATHERED
+        return Category.FORWARD if torch._C._current_autograd_node() is None else Category.BACKWARD
+
+    def _category_of(self, t: torch.Tensor) -> Category | None:
+        known = self._WINFO.get(t.untyped_storage())
+        return None if known is None else known[0].reftype  # type: ignore[return-value]
+
+    def _refine(self, category: Category, func: Any, t: torch.Tensor) -> Category:
+        """Return the category of a result from its shape."""
+        if category is Category.BACKWARD and func in _WEIGHT_GRADIENTS and tuple(t.shape) in self._weight_shapes:
+            return Category.GRADIENTS
         if category in (Category.FORWARD, Category.BACKWARD) and t.dim() > 1 and t.shape[-1] in self._vocab_sizes:
-            category = Category.LOGITS
-        self._track(category, t)
+            return Category.LOGITS
+        return category

@@ -15,11 +15,8 @@ from clustertrain.config.model import ConvnetSpec, ModelSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
 from clustertrain.config.optimizers import OPTIMIZERS, OptimizerName
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
-from clustertrain.plan.cost.optimizer_state import (
-    estimate_state,
-    list_modules,
-    state_bytes,
-)
+from clustertrain.plan.cost.optimizer_state import estimate_state, state_bytes
+from clustertrain.plan.optimizer_checks import list_modules
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.models import build
 from clustertrain.train.models.decoder import Decoder
