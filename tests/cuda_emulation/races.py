@@ -154,7 +154,9 @@ class RaceChecker:
             self._blocks[range_.begin] = _Block(range_, list(uses))
         elif event.name == "free":
             self._free(event)
-        else:  # memory that the program pinned itself may go only when the host has waited for its copies
+        elif (
+            event.name != "reuse"
+        ):  # memory that the program pinned itself may go only when the host has waited for its copies
             self._report(_Use(a, event) for a in self._overlapping(range_) if not _is_done(a, self._clocks[HOST]))
         # Before an allocation, the bytes may have been host memory, whose end is not reported.
         for page in _pages(range_):

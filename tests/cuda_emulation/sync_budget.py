@@ -11,28 +11,26 @@ Wait = tuple[str, str]
 """What waits, and the innermost function of clustertrain."""
 
 METRICS: Wait = ("event.synchronize", "train.core.async_copy.to_dict")
-METRICS_MEMORY: Wait = ("allocation of pinned memory", "train.core.async_copy.__init__")
 SKIP: Wait = ("item", "train.stability.conditional_step.step_unless")
 LOSS_SCALE: Wait = ("blocking copy, device to host", "train.step.train_step._check_overflow")
 OFFLOADED_GRADIENTS: Wait = ("event.synchronize", "backward pass")
-OFFLOAD_MEMORY: Wait = ("allocation of pinned memory", "backward pass")
 OFFLOADED_NORM: Wait = ("blocking copy, host to device", "train.distributed.grad_norm.local_squared_norm")
 OFFLOADED_SCALE: Wait = ("blocking copy, device to host", "train.distributed.grad_norm.scale_gradients")
+SHAMPOO: Wait = ("aten::_linalg_svd.U", "train.optim.wrapper._update")
 ADAFACTOR: Wait = ("item", "train.optim.wrapper._update")
 
 REASONS: Mapping[Wait, str] = {
     METRICS: "values of an earlier step, which the host takes when a later step has been launched",
-    METRICS_MEMORY: "the first steps only: the memory is reused when the values have been written",
     SKIP: "an optimizer without found_inf: the host decides whether the step is skipped",
     LOSS_SCALE: "fp16: the next step needs the new loss scale",
     OFFLOADED_GRADIENTS: "offload: FSDP waits for the gradients of each group, which the optimizer on the CPU needs",
-    OFFLOAD_MEMORY: "offload: pinned memory for gradients, in the first steps",
     OFFLOADED_NORM: "offload: the norm of gradients in host memory goes to the GPU",
     OFFLOADED_SCALE: "offload: the clipping factor goes to gradients in host memory",
+    SHAMPOO: "the decomposition of both sides of every hidden matrix, whose success the host checks",
     ADAFACTOR: "torch's Adafactor reads its step and learning rate",
 }
 
-EVERY_STEP: Mapping[Wait, float] = {METRICS: 4, METRICS_MEMORY: 3}
+EVERY_STEP: Mapping[Wait, float] = {METRICS: 4}
 _SKIP: Mapping[Wait, float] = {SKIP: 1}
 _FP16: Mapping[Wait, float] = {LOSS_SCALE: 1}
 MORE: Mapping[str, Mapping[Wait, float]] = {
@@ -40,11 +38,12 @@ MORE: Mapping[str, Mapping[Wait, float]] = {
     "zero1-muon": _SKIP,
     "tp-sgd": _SKIP,
     "tp-muon": _SKIP,
-    **{f"fsdp-{name}": _SKIP for name in ("sgd", "lion", "muon", "lamb", "lars", "soap", "shampoo", "adamw8bit")},
+    **{f"fsdp-{name}": _SKIP for name in ("sgd", "lion", "muon", "lamb", "lars", "soap", "adamw8bit")},
+    "fsdp-shampoo": {SKIP: 1, SHAMPOO: 14},
     "fsdp-adafactor": {SKIP: 1, ADAFACTOR: 22},
     "ddp-fp16": _FP16,
     "fsdp-fp16": _FP16,
-    "fsdp-offload": {OFFLOADED_GRADIENTS: 24, OFFLOAD_MEMORY: 2, OFFLOADED_NORM: 1, OFFLOADED_SCALE: 1, SKIP: 1},
+    "fsdp-offload": {OFFLOADED_GRADIENTS: 21, OFFLOADED_NORM: 1, OFFLOADED_SCALE: 1, SKIP: 1},
 }
 
 

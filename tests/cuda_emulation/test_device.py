@@ -49,6 +49,8 @@ def test_wrong_device_is_refused(call: Callable[[], None]) -> None:
 
 
 _SYNCS: dict[str, tuple[str, str]] = {
+    "eigh": ("torch.linalg.eigh(torch.eye(3, device='cuda'))", "aten::_linalg_eigh.eigenvalues"),
+    "svd": ("torch.linalg.svd(torch.eye(3, device='cuda'))", "aten::_linalg_svd.U"),
     "item": ("torch.ones(3, device='cuda').sum().item()", "item"),
     "bool": ("bool(torch.ones(1, device='cuda') > 0)", "item"),
     "nonzero": ("torch.ones(3, device='cuda').nonzero()", "aten::nonzero"),
@@ -68,7 +70,7 @@ _NO_SYNCS = {
     "fill_by_mask": "(lambda t: t.__setitem__(t > 0, 2.0))(torch.ones(3, device='cuda'))",
     "shape": "torch.ones(3, device='cuda').numel()",
     "pinned_again": "[torch.empty(1 << 10, pin_memory=True) for _ in range(2)]",
-    "pinned_copy": "torch.empty(1 << 9, pin_memory=True).to('cuda', non_blocking=True)",
+    "pinned_copy": "torch.empty(1 << 11, pin_memory=True).to('cuda', non_blocking=True)",
 }
 
 
@@ -84,7 +86,7 @@ def test_wait_of_host_is_reported(name: str) -> None:
     assert run(_syncs_of, code) == [expected]
 
 
-@pytest.mark.parametrize("name", [n for n in _NO_SYNCS if n != "pinned_copy"])
+@pytest.mark.parametrize("name", _NO_SYNCS)
 def test_what_does_not_wait_is_not_reported(name: str) -> None:
     assert run(_syncs_of, _NO_SYNCS[name]) == []
 
@@ -101,6 +103,25 @@ def _read_copy(wait: bool) -> float:
 def test_copy_arrives_when_host_has_waited() -> None:
     assert run(_read_copy, True) == 1.0
     assert run(_read_copy, False) != 1.0
+
+
+def _event_queries(kernels: int) -> list[bool]:
+    """Return three queries of an event: at once, again, and of a second event after ``kernels``."""
+    from tests.cuda_emulation.device import emulated
+
+    emulated.set_lag(64)
+    values, first, second = torch.ones(1, device="cuda"), torch.cuda.Event(), torch.cuda.Event()
+    first.record()
+    queries = [first.query(), first.query()]
+    second.record()
+    for _ in range(kernels):
+        values.add_(1)
+    return [*queries, second.query()]
+
+
+def test_busy_device_is_some_kernels_behind() -> None:
+    assert run(_event_queries, 2) == [False, True, False]
+    assert run(_event_queries, 100) == [False, True, True]
 
 
 def _random_numbers() -> tuple[bool, bool, bool]:

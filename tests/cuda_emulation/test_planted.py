@@ -28,6 +28,14 @@ def _trace_with(fault: Setup, *kinds: trace.Kind) -> None:
     fault()
 
 
+def _trace_far_behind_with(fault: Setup) -> None:
+    """Trace while the device is so far behind that no wait for metrics orders what follows."""
+    from tests.cuda_emulation.device import emulated
+
+    _trace_with(fault)
+    emulated.set_lag(1 << 40)
+
+
 def _trace_hang_with(fault: Setup) -> None:
     trace.trace_until_quiet(5.0)
     fault()
@@ -90,7 +98,7 @@ def test_hidden_wait_exceeds_the_budget(tmp_path: Path, fault: Setup, name: str)
     ],
 )
 def test_race_is_found(tmp_path: Path, fault: Setup, reason: str) -> None:
-    ranks = _run(tmp_path, ONE, _trace_with, fault, every=2).expect(0)
+    ranks = _run(tmp_path, ONE, _trace_far_behind_with, fault, every=2).expect(0)
     races = list(map(str, RaceChecker().check(_events(ranks))))
     assert any(reason in race for race in races), races
 
@@ -114,10 +122,9 @@ def test_collectives_in_different_orders_are_found(tmp_path: Path, fault: Setup)
 
 
 def test_value_read_before_its_copy_arrives_is_not_the_value(tmp_path: Path) -> None:
-    expected = _run(tmp_path / "right", ONE, trace.use_host_random_numbers).expect(0).losses()
-    ranks = _run(tmp_path / "wrong", ONE, planted.metrics_read_too_early)
-    ranks.wait()
-    assert ranks.losses() != expected
+    ranks = _run(tmp_path, ONE, planted.metrics_read_too_early)
+    assert ranks.wait() == [1]
+    assert "cannot convert float NaN to integer" in ranks.logs()  # the number of tokens
 
 
 def _resumed_digest(folder: Path, fault: Setup | None) -> str:

@@ -65,9 +65,9 @@ class Trace:
     def stop(self) -> None:
         self._emulated.set_observer(None, 0)
 
-    def assume_busy_device(self) -> None:
-        """Let each event be incomplete when it is queried for the first time."""
-        self._emulated.set_slow_events(True)
+    def assume_busy_device(self, kernels: int = 64) -> None:
+        """Let the device be ``kernels`` behind the host: events that were recorded since then are not complete."""
+        self._emulated.set_lag(kernels)
 
     def write(self, path: Path) -> None:
         """Write the events for :func:`read`, a line each."""

@@ -16,8 +16,8 @@ from tests.cuda_emulation.sync_budget import Wait
 from tests.cuda_emulation.trace import Event
 from tests.ranks.rank_pool import Ranks, make_run
 
-STEPS = 6
-TRACED = (4, 5)
+STEPS = 8
+TRACED = (6, 7)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,10 @@ def bound_state(
     """Return bounds for parameters, gradients and optimizer state, for any micro-batch and recomputation."""
     step = _Step(_Rank(model, layout, config, stage, framework, PassBytes(*[0.0] * len(PassBytes._fields))))
     gathered = step.count_gathered() if layout.is_fully_sharded else 0.0
-    # In a pipeline, some micro-batch's backward pass finds the gradients of another.
-    grads = step.trained * FP32 * step.total if layout.pp > 1 and config.grad_accum > 1 else 0.0
+    # In a pipeline, some micro-batch's backward pass finds the gradients of another. With several stages per rank,
+    # fully_shard may have reduced all but those of one stage.
+    keeps_all = layout.pp > 1 and not (layout.is_fully_sharded and layout.virtual_stages > 1)
+    grads = step.trained * FP32 * step.total if keeps_all and config.grad_accum > 1 else 0.0
     state = step.state.total
     return LowerBounds(state if layout.reshard_after_forward else state + gathered, state + gathered + grads)
 

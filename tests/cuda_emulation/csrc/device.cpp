@@ -13,7 +13,6 @@
 #include <bit>
 #include <list>
 #include <map>
-#include <set>
 #include <utility>
 
 namespace emulation {
@@ -87,14 +86,19 @@ void observe(Kind kind, const std::string& name, int64_t stream, const Ranges& r
   std::string refusal;
   {
     const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject* observer = g_observer;  // another thread may just have removed it
+    Py_XINCREF(observer);
     // A tensor may be freed while an exception propagates.
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
-    PyObject* result = PyObject_CallFunction(g_observer, "ssLNNL", name_of(kind), name.c_str(),
-                                             static_cast<long long>(stream), to_python(reads), to_python(writes),
-                                             static_cast<long long>(value));
-    if (result == nullptr) refusal = take_error();
-    Py_XDECREF(result);
+    if (observer != nullptr) {
+      PyObject* result = PyObject_CallFunction(observer, "ssLNNL", name_of(kind), name.c_str(),
+                                               static_cast<long long>(stream), to_python(reads), to_python(writes),
+                                               static_cast<long long>(value));
+      if (result == nullptr) refusal = take_error();
+      Py_XDECREF(result);
+      Py_DECREF(observer);
+    }
     PyErr_Restore(type, error, traceback);
     PyGILState_Release(gil);
   }
@@ -225,9 +229,9 @@ namespace {
 thread_local DeviceIndex t_device = 0;
 thread_local StreamId t_stream[kDeviceCount] = {0};
 std::atomic<int64_t> g_next_stream{1}, g_next_event{1};
-std::atomic<bool> g_slow_events{false};
+std::atomic<int64_t> g_launched{0}, g_lag{0};  // kernels, and how many of them the device is behind the host
 std::mutex g_mutex;
-std::set<int64_t> g_unqueried_events;
+std::map<int64_t, int64_t> g_unqueried_events;  // kernels launched before each
 
 int64_t event_id(void* event) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(event)); }
 
@@ -255,9 +259,9 @@ struct EmulatedGuard final : impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   void record(void** event, const Stream& s, const DeviceIndex, const EventFlag) const override {
     if (*event == nullptr) *event = reinterpret_cast<void*>(static_cast<intptr_t>(g_next_event++));
-    if (g_slow_events) {
+    if (g_lag > 0) {
       std::lock_guard<std::mutex> lock(g_mutex);
-      g_unqueried_events.insert(event_id(*event));
+      g_unqueried_events[event_id(*event)] = g_launched;
     }
     record_event(event_id(*event), s.id());
   }
@@ -266,9 +270,14 @@ struct EmulatedGuard final : impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    if (g_slow_events) {
+    if (g_lag > 0) {
       std::lock_guard<std::mutex> lock(g_mutex);
-      if (g_unqueried_events.erase(event_id(event)) > 0) return false;
+      const auto recorded = g_unqueried_events.find(event_id(event));
+      if (recorded != g_unqueried_events.end()) {
+        const bool is_recent = g_launched - recorded->second < g_lag;
+        g_unqueried_events.erase(recorded);  // a host that asks again has waited
+        if (is_recent) return false;
+      }
     }
     synchronize_event(event_id(event));
     return true;
@@ -306,7 +315,8 @@ DeviceIndex current_device() { return t_device; }
 void set_current_device(DeviceIndex index) { t_device = index; }
 int64_t current_stream_id() { return t_stream[t_device]; }
 int64_t new_stream_id() { return g_next_stream++; }
-void set_slow_events(bool slow) { g_slow_events = slow; }
+void set_lag(int64_t kernels) { g_lag = kernels; }
+void count_launch() { g_launched++; }
 
 // ---- memory
 
@@ -379,8 +389,9 @@ void free_pinned(void* context) {
   delete block;
 }
 
-// Like CachingHostAllocator, it rounds sizes to powers of two and reuses memory when the copies that use it are over, so
-// only new blocks cost a call of CUDA.
+// Like CachingHostAllocator, it rounds sizes to powers of two and reuses memory, so only new blocks cost a call of CUDA.
+// CachingHostAllocator holds a freed block back until the copies that use it are over. Here it is given out at once, and
+// these copies count as over.
 struct PinnedAllocator final : Allocator {
   DataPtr allocate(size_t requested) override {
     if (requested == 0) return {nullptr, nullptr, &free_pinned, Device(DeviceType::CPU)};
@@ -394,7 +405,9 @@ struct PinnedAllocator final : Allocator {
         g_free_pinned.erase(block);
       }
     }
-    if (pointer == nullptr) {
+    if (pointer != nullptr) {
+      observe(kMemory, "reuse", 0, {}, {{reinterpret_cast<uintptr_t>(pointer), static_cast<int64_t>(nbytes)}});
+    } else {
       TORCH_CHECK(posix_memalign(&pointer, kBlockBytes, nbytes) == 0, "no host memory left");
       observe(kSync, "allocation of pinned memory", 0, {}, {}, static_cast<int64_t>(nbytes));
     }

@@ -69,8 +69,11 @@ void defer_arrival(void* to, int64_t nbytes, int64_t stream);
 // Lets what is still on its way to the memory arrive, because the device reads it.
 void settle(const void* pointer, int64_t nbytes);
 
-// With this, an event's first query after each recording answers "not complete".
-void set_slow_events(bool slow);
+// Lets the device be `kernels` behind the host: the first query of an event that was recorded less than that ago answers
+// "not complete". 0: it is idle.
+void set_lag(int64_t kernels);
+// Counts a kernel.
+void count_launch();
 
 // ---- tensors
 

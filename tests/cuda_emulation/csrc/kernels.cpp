@@ -27,7 +27,7 @@ const std::set<std::string> kTakeHostIndices = {"aten::index.Tensor", "aten::ind
 const std::set<std::string> kSynchronize = {
     "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::bincount", "aten::nanmedian", "aten::repeat_interleave.Tensor",
-    "aten::_linalg_eigh", "aten::_linalg_svd", "aten::_linalg_check_errors"};
+    "aten::_linalg_eigh", "aten::_linalg_svd"};
 
 DeviceIndex index_or_current(std::optional<Device> device) {
   return device && device->index() >= 0 ? device->index() : current_device();
@@ -75,6 +75,7 @@ void finish_transfer(const at::Tensor& to, const at::Tensor& from, bool non_bloc
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
+  count_launch();
   if (is_observed(kKernel)) {
     observe(kKernel, "aten::copy_", current_stream_id(), {range_of(source)}, {range_of(self)});
   }
@@ -146,8 +147,10 @@ class Call {
                 static_cast<int>(index()), " and cpu! (emulated ", name_, ")");
     TORCH_CHECK(device_ < 0 || device_ == current_device(), "emulated ", name_, " runs on cuda:",
                 static_cast<int>(device_), " while cuda:", static_cast<int>(current_device()), " is current");
-    const bool waits = kSynchronize.count(name_) > 0;
+    // Structured operators arrive as their out= overload.
+    const bool waits = kSynchronize.count(name_) + kSynchronize.count(op_.operator_name().name) > 0;
     call_kernel();
+    if (!is_view()) count_launch();
     if (is_observed(kKernel) && !is_view()) report_kernel();
     if (waits) {
       synchronize_stream(current_stream_id());

@@ -56,7 +56,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_capacity", &set_capacity);
   m.def("set_host_random", &set_host_random);
-  m.def("set_slow_events", &set_slow_events);
+  m.def("set_lag", &set_lag);
   m.def("register_pinned", &register_pinned);
   m.def("unregister_pinned", &unregister_pinned);
   m.def("resize_storage", [](const at::Tensor& view, int64_t nbytes) {

@@ -40,11 +40,11 @@ class Work final : public c10d::Work {
   bool isCompleted() override { return inner_ == nullptr || inner_->isCompleted(); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
-    if (inner_ != nullptr) inner_->wait();
     synchronize();
     return true;
   }
   void synchronize() override {
+    if (inner_ != nullptr) inner_->wait();
     if (is_async_) end_.block(stream_of(current_stream_id()));
     inputs_.clear();
   }

@@ -33,8 +33,7 @@ class Outcome:
 def check_cell(cell: LayoutCell) -> Outcome:
     """Trace the first and the last rank of ``cell``, if the planner accepts it.
 
-    A refused cell is not started by ``submit``. It must not run by other means either: the trainer raises ConfigError
-    before a pass, or has no way to express it.
+    A cell that the planner refuses is reported as such and not traced.
     """
     if cell.refusal:
         return Outcome(cell.name, "refused", cell.refusal)

@@ -17,6 +17,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import checks, pipeline_schedules
 from clustertrain.plan.cost import frameworks, memory
 from clustertrain.plan.cost.activations import PassConfig
+from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.optimizer_state import estimate_state
 from clustertrain.plan.layout import Batch, Layout, Strategy
 from clustertrain.plan.optimizer_checks import check_optimizer
@@ -81,16 +82,22 @@ class MemoryCell:
         ]  # fmt: skip
         return "; ".join(parts)
 
-    def predict(self) -> dict[str, float]:
-        """Return the plan's GiB of the rank that needs the most, by category."""
-        optim, model, layout = self.recipe.optim, self.recipe.model, self.layout
-        config = PassConfig(
+    @property
+    def pass_config(self) -> PassConfig:
+        return PassConfig(
             seq_len=self.recipe.data.seq_len, micro_batch=self.batch.micro_batch, grad_accum=self.batch.grad_accum,
-            precision=self.precision, autocast=self.precision in ("bf16", "fp16") and not layout.is_fully_sharded,
+            precision=self.precision, autocast=self.precision in ("bf16", "fp16") and not self.layout.is_fully_sharded,
             device="cuda", parallel=self.recipe.parallel,
         )  # fmt: skip
-        framework = frameworks.with_optimizer(frameworks.CLUSTERTRAIN, optim, estimate_state(optim, model))
-        estimate = memory.estimate_memory(model, layout, config, None, framework)
+
+    @property
+    def framework(self) -> Framework:
+        optim = self.recipe.optim
+        return frameworks.with_optimizer(frameworks.CLUSTERTRAIN, optim, estimate_state(optim, self.recipe.model))
+
+    def predict(self) -> dict[str, float]:
+        """Return the plan's GiB of the rank that needs the most, by category."""
+        estimate = memory.estimate_memory(self.recipe.model, self.layout, self.pass_config, None, self.framework)
         names = ("params", "grads", "optimizer", "activations", "logits", "overhead")
         return {name: getattr(estimate, f"{name}_gib") for name in names}
 

@@ -15,19 +15,11 @@ from clustertrain import fsio
 from tests.harness.fake_cluster import memory_cells
 from tests.harness.fake_cluster.in_child import ChildFailed
 from tests.harness.fake_cluster.measure_memory import measure_cell
+from tests.harness.fake_cluster.memory_categories import COMPARED, category_errors
 from tests.harness.fake_cluster.memory_cells import MemoryCell
-from tests.harness.fake_cluster.tracker import Category
 
 GIB = 1024**3
 MEDIAN_GOAL, WORST_GOAL = 0.03, 0.08
-# The tracker's categories that each of the plan's corresponds to.
-COMPARED: Mapping[str, tuple[Category, ...]] = {
-    "params": (Category.PARAMETERS, Category.GATHERED),
-    "grads": (Category.GRADIENTS, Category.REDUCED),
-    "optimizer": (Category.OPTIMIZER, Category.UPDATE),
-    "activations": (Category.FORWARD, Category.BACKWARD, Category.BATCH),
-    "logits": (Category.LOGITS,),
-}
 PICTURE = benchmark.ROOT / "docs" / "pictures" / "memory.png"
 PAGE = benchmark.ROOT / "docs" / "explanation" / "planner.md"
 BEGIN, END = "<!-- begin: written by make fake-memory -->", "<!-- end of make fake-memory -->"
@@ -42,6 +34,8 @@ class Row:
     """GiB by category, and ``overhead``."""
     traced: Mapping[str, float]
     """GiB by category at the peak."""
+    by_category: bool = True
+    """The categories of the trace can be compared with the plan's. Older traces counted casts as activations."""
 
     @property
     def predicted_gib(self) -> float:
@@ -59,15 +53,6 @@ class Row:
     def may_overflow(self) -> bool:
         """Whether some capacity is above the prediction with overhead and below the traced peak."""
         return self.predicted_gib + self.predicted["overhead"] < self.traced_gib
-
-
-def category_errors(predicted: Mapping[str, float], traced: Mapping[str, float]) -> dict[str, float]:
-    """Return prediction minus trace by the plan's categories, as fractions of the traced peak."""
-    peak = sum(traced.values())
-    return {
-        category: (predicted[category] - sum(traced.get(name.value, 0.0) for name in names)) / peak
-        for category, names in COMPARED.items()
-    }
 
 
 def summarize(ratios: Sequence[float]) -> dict[str, float]:
@@ -129,6 +114,7 @@ def _write(rows: Sequence[Row], summaries: Mapping[str, Mapping[str, float]]) ->
                 "predicted_gib": {k: round(n, 3) for k, n in row.predicted.items()},
                 "traced_gib": {k: round(n, 3) for k, n in row.traced.items()},
                 "ratio": round(row.ratio, 4),
+                "by_category": row.by_category,
             }
             for row in rows
         ],
@@ -158,12 +144,12 @@ def format_summary(rows: Sequence[Row], summaries: Mapping[str, Mapping[str, flo
 
 def format_categories(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table of errors by category."""
-    lines = ["| at the peak | median error | 90th percentile | worst |", "|---|---|---|---|"]
-    by_row = [category_errors(row.predicted, row.traced) for row in rows]
+    by_row = [category_errors(row.predicted, row.traced) for row in rows if row.by_category]
+    lines = [f"| at the peak, {len(by_row)} jobs | median error | 90th percentile | worst |", "|---|---|---|---|"]
     for category, names in COMPARED.items():
         summary = summarize([1 + errors[category] for errors in by_row])
         parts = " | ".join(f"{summary[key]:.1%}" for key in ("median", "p90", "worst"))
-        lines.append(f"| `{category}`: {', '.join(name.value for name in names)} | {parts} |")
+        lines.append(f"| `{category}`: {', '.join(names)} | {parts} |")
     return lines
 
 

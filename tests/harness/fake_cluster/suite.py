@@ -57,7 +57,7 @@ def main() -> int:
     ):
         wrong_shapes = trace(tensor_parallel_cell)
     cells = [cell for cell in draw_cells() if cell.model in ("125m", "400m") and cell.layout.pp == 1][:2]
-    peaks = {cell.name: (cell.predict(), measure_cell(cell).peak) for cell in cells}
+    peaks = {cell.name: (cell.predict(), measure_cell(cell).at_peak) for cell in cells}
     refused = build_cell(**REFUSED)
     print(json.dumps({
         "layouts": [[o.verdict, o.detail] for o in outcomes],
