@@ -15,6 +15,7 @@ import msgspec
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
+from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
 from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
@@ -29,15 +30,18 @@ from clustertrain.agent.rank_monitor import RankMonitor
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
+from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
+from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in the batch process
+REQUEUE_GRACE_S = 300.0  # for a command to end after a requeue by hand, if the grace time is unknown
 
 
 class NodeAgent:
@@ -56,6 +60,8 @@ class NodeAgent:
         self.num_handled_signals = 0
         self.stop_requested_first: bool | None = None  # a stop was requested before all ranks had ended
         self.deadline = load_deadline(context.attempt.deadline)
+        self.stop_deadline: float | None = None
+        self.command_ranks: CommandRanks | None = None
         self.aborted = False
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
@@ -113,7 +119,8 @@ class NodeAgent:
         context = self.context
         try:
             rdzv = self._join_rendezvous()
-            child = self._start_torchrun(rdzv)
+            script = load_spec(context.run).script
+            child = self._start_command(rdzv, script) if script and script.command else self._start_torchrun(rdzv)
         except ClusterTrainError as e:
             kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
             error = ErrorInfo(type=type(e).__name__, message=str(e))
@@ -192,6 +199,28 @@ class NodeAgent:
             ignore_stop_signals=True,
         )
 
+    def _start_command(self, rdzv: rendezvous.Rendezvous, script: ScriptSpec) -> CommandRanks:
+        context = self.context
+        command = list(script.command)
+        if script.path_index is not None:
+            command[script.path_index] = str(context.run.code / script.path)
+        env = self._build_environment(rdzv)
+        if script.is_package:
+            env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
+        sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
+        self.command_ranks = CommandRanks(
+            command,
+            {
+                rank: build_rank_environment(env, rdzv, local_rank=local_rank, **sizes)
+                for local_rank, rank in enumerate(context.ranks)
+            },
+            cwd=Path(script.cwd),
+            rank_dir=self.rank_dir,
+            logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
+            stop_requested=self._should_hurry,
+        )
+        return self.command_ranks
+
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
         context = self.context
         env = dict(context.environ)
@@ -260,7 +289,7 @@ class NodeAgent:
                 self._handle_signals()
             if self.aborted:
                 monitor.record_final_state(clock.monotonic())
-            if self.aborted or monitor.should_terminate(clock.monotonic()):
+            if self.aborted or self._is_overdue() or monitor.should_terminate(clock.monotonic()):
                 return
             _wait_briefly(child)
 
@@ -326,6 +355,9 @@ class NodeAgent:
         end_time = self.deadline.end_time if self.deadline is not None else None
         candidates = [end_time, clock.now() + grace_s if grace_s is not None else None]
         deadline = min((e for e in candidates if e is not None), default=None)
+        if self.command_ranks is not None and deadline is None:
+            deadline = clock.now() + (self.context.grace_s or REQUEUE_GRACE_S)
+        self.stop_deadline = deadline
         try:
             fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now(), "deadline": deadline})
         except OSError as e:
@@ -333,9 +365,19 @@ class NodeAgent:
             print(f"clustertrain agent: {e}; warning the ranks by signal", file=sys.stderr, flush=True)
             for process in proc.list_descendants():
                 proc.send_signal(process, signal.SIGTERM)
+        # With its own signals, Slurm reaches every process of the step.
+        if self.command_ranks is not None and source != f"signal:{signal.SIGTERM.name}":
+            self.command_ranks.send_signal(signal.SIGTERM)
         self.log.write("signal", node=self.context.node, source=source)
         if self.telemetry is not None:
             self.telemetry.suspend()
+
+    def _is_overdue(self) -> bool:
+        """Return whether a command has not ended by its deadline."""
+        if self.command_ranks is None or self.stop_deadline is None or clock.now() < self.stop_deadline:
+            return False
+        print("clustertrain agent: the command has not ended in time and is killed", file=sys.stderr, flush=True)
+        return True
 
 
 def _read_tail(log: Path, size: int = 65_536) -> str:

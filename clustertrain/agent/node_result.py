@@ -35,7 +35,7 @@ _CHILD_FAILED = "ChildFailedError"
 _FAILURE_TABLE = "Failures:"  # torchrun's table of the ranks that did not exit with 0
 _EXIT_CODE = re.compile(r"\brank +: (\d+)\b.*\n +exitcode +: (-?\d+)\b")
 # Signals that a process raises itself. Not SIGABRT: NCCL's watchdog aborts a rank whose peer is gone.
-_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
 _NO_RESULT_REASON = "the script ended with exit code 0 after a stop request, without a finished session"
 
@@ -173,7 +173,7 @@ def _infer_outcome(rank: int, exit_code: int | None, observations: RankObservati
 
 
 def _infer_failure(rank: int, exit_code: int | None) -> RankResult:
-    if exit_code is None or (exit_code < 0 and -exit_code not in _CRASHES):
+    if exit_code is None or (exit_code < 0 and -exit_code not in CRASH_SIGNALS):
         return failed_record(rank, "killed", None)
     if exit_code == 0:
         message = (

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+COMMAND = "clustertrain.command"
+"""Key in the context's ``meta`` of the command after ``--``."""
 POSITIVE = click.IntRange(min=1)
 _LAYOUTS = ["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
 
@@ -32,12 +34,35 @@ class GroupedOption(click.Option):
 
 
 class TargetCommand(click.Command):
-    """A command with a target. Options may precede or follow a recipe; arguments after a script are the script's."""
+    """A command with a target. Options may precede or follow a recipe; arguments after a script are the script's.
+
+    Instead of a target, ``-- COMMAND ARGS`` or ``-m MODULE ARGS`` name any program, which goes to :data:`COMMAND`.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args, ctx.meta[COMMAND] = self._split_command(ctx, args)
         target = self.make_parser(ctx).parse_args(list(args))[0].get("target")
         ctx.allow_interspersed_args = isinstance(target, str) and target.endswith(".toml")
         return super().parse_args(ctx, args)
+
+    def _split_command(self, ctx: click.Context, args: list[str]) -> tuple[list[str], tuple[str, ...]]:
+        """Return the arguments before the command, and the command; without one, ``args`` and nothing."""
+        flags = {
+            name for p in self.get_params(ctx) if isinstance(p, click.Option) and (p.is_flag or p.count)
+            for name in (*p.opts, *p.secondary_opts)
+        }  # fmt: skip
+        index = 0
+        while index < len(args) and args[index].startswith("-"):
+            if args[index] == "--":
+                if index + 1 == len(args):
+                    raise UsageError("--: no command after it", fix="name a program: -- COMMAND ARGS")
+                return args[:index], tuple(args[index + 1 :])
+            if args[index] == "-m":
+                if index + 1 == len(args):
+                    raise UsageError("-m: no module after it", fix="name a module: -m PACKAGE.MODULE ARGS")
+                return args[:index], ("python", *args[index:])
+            index += 1 if args[index] in flags or "=" in args[index] else 2
+        return args, ()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -183,6 +208,7 @@ def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequ
     return SubmitRequest(
         target=target or "",
         args=args,
+        command=click.get_current_context().meta.get(COMMAND, ()),
         job={**job, "sbatch": sbatch} if sbatch else job,
         assignments=(*other_options["assignments"], *([_profile_assignment(profile)] if profile else [])),
         env=_parse_pairs("--env", other_options["env"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
@@ -98,14 +99,27 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The user's training script."""
+    """The user's own program: a script that may open a session, or any command."""
 
-    path: str
-    """Path relative to the code snapshot in ``code/``."""
+    path: str = ""
+    """Script, relative to the code snapshot in ``code/``. Empty: the command uses no file of the snapshot."""
     args: tuple[str, ...] = ()
     """Arguments of the script."""
     cwd: str
     """Working directory in which ``submit`` was called."""
+    command: tuple[str, ...] = ()
+    """What each rank executes. Empty: the script, with the job's Python."""
+    path_index: int | None = None
+    """Which element of ``command`` stands for ``path``. None: ``path`` is a package, which the command imports."""
+
+    @property
+    def is_package(self) -> bool:
+        return bool(self.command and self.path) and self.path_index is None
+
+    @property
+    def name(self) -> str:
+        """Name of the program in messages."""
+        return PurePath(self.path or self.command[0]).name
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -21,7 +21,7 @@ from clustertrain.plan.explain.decision import (
     fsdp_traffic_note,
     gpu_warnings,
 )
-from clustertrain.plan.layout import Batch, Layout, Strategy, format_gib
+from clustertrain.plan.layout import Batch, Layout, Strategy, format_gib, pluralize
 from clustertrain.plan.request import PlanRequest
 from clustertrain.plan.search import layouts
 from clustertrain.plan.search.layouts import Candidate, SearchProblem, SearchResult
@@ -88,7 +88,10 @@ def decide_for_script(request: PlanRequest) -> PlanDecision:
     """Return the decision for a script, whose model and batch are not known."""
     strategy, reason = request.requested_strategy()
     layout = request.build_layout(strategy or "ddp")
-    if layout.strategy == "single":
+    script = request.spec.script
+    if script is not None and script.command:
+        reason = f"{pluralize(layout.world_size, 'rank')}: {script.name} decides how they share the work"
+    elif layout.strategy == "single":
         reason = explain_single(request)
     elif strategy is None:
         reason = "ddp: the model of a script is not known before it runs; --layout fsdp shards it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,11 +16,13 @@ from rich.text import Text
 from clustertrain import schema
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.plan.layout import Layout, pluralize
+from clustertrain.printable import printable
 from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.tables import Column, fit_table
 from clustertrain.report.terminal import Glyphs, format_duration, format_number, format_step_time, meter
 from clustertrain.run import attempts, json_files
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.run_spec import load_command
 from clustertrain.run.usage.contract_status import ContractStatus, SliceStatus
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 
@@ -75,7 +78,11 @@ def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs)
     header.add_row("run", Text(status.run.id, style="bold"))
     header.add_row("state", styled_state(status.state))
     header.add_row("job", f"{status.job_id or '-'} ({status.backend})")
-    header.add_row("layout", Text(_format_layout(status.run)))
+    command = load_command(status.run)
+    if command:
+        header.add_row("command", Text(printable(shlex.join(command))))
+    else:
+        header.add_row("layout", Text(_format_layout(status.run)))
     header.add_row(
         "step", NO_STEPS_REPORTED if status.step is None and status.goodput.ratio is None else format_steps(status)
     )

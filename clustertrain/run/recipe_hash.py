@@ -31,6 +31,8 @@ def hash_run_spec(spec: RunSpec) -> str:
         identity["recipe"].pop(table, None)
     if spec.script is not None:
         identity["script"] = {"path": spec.script.path, "args": list(spec.script.args)}
+        if spec.script.command:
+            identity["script"]["command"] = list(spec.script.command)
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 

@@ -40,6 +40,15 @@ def is_script_run(run: RunDir) -> bool:
         return True
 
 
+def load_command(run: RunDir) -> tuple[str, ...]:
+    """Return the command of the run as it was typed; empty for a recipe or script, or if the spec cannot be read."""
+    try:
+        script = load_spec(run).script
+    except ClusterTrainError:
+        return ()
+    return script.command if script is not None else ()
+
+
 def _with_run_fix(e: ConfigError) -> ConfigError:
     """Replace the fix of an error: only submit writes spec.toml, so advice about the value would mislead."""
     return ConfigError(e.message, fix=_FIX)

@@ -5,10 +5,11 @@ docstring says what it refuses. The four lists below run in this order, each aft
 created before the last one has passed. ``docs/reference/submission-checks.md`` has the same list as a table, which a
 test compares with this file.
 
-Three phases refuse too. :func:`resolve.resolve_run` refuses an unknown cluster profile, options that contradict each
-other and a backend that does not answer; :func:`planner.plan` refuses layouts and batches that do not divide and
-devices that lack what they need (``plan/checks.py``); :mod:`transaction` refuses a snapshot that is too large, and
-removes what it has written.
+Four phases refuse too. :func:`command.build_script_spec` and :func:`launchers.replace_launcher` refuse a program that
+does not exist and a launcher's option that cannot be honored; :func:`resolve.resolve_run` an unknown cluster profile,
+options that contradict each other and a backend that does not answer; :func:`planner.plan` layouts and batches that do
+not divide and devices that lack what they need (``plan/checks.py``); :mod:`transaction` a snapshot that is too large,
+and removes what it has written.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _find_target_problem(path: Path) -> str:
 def check_script_keys(parsed: ParsedRecipe) -> None:
     """Refuse recipe keys of the built-in trainer that are set for a script, which would not read them."""
     if parsed.script is not None:
-        _check_script_keys(parsed.document, Path(parsed.script.path).name)
+        _check_script_keys(parsed.document, parsed.script.name)
 
 
 def _check_script_keys(document: Mapping[str, Any], script: str, prefix: str = "") -> None:
@@ -111,6 +112,21 @@ def _check_script_keys(document: Mapping[str, Any], script: str, prefix: str = "
                     "sweep --grid env.NAME=VALUE,VALUE)"
                 ),
             )
+
+
+_LAYOUT_OPTIONS = ("layout", "tp", "cp", "pp", "dp_replicate", "dp_shard")
+
+
+def check_command_layout(parsed: ParsedRecipe) -> None:
+    """Refuse options for the layout with a command, which decides it itself."""
+    if parsed.script is None or not parsed.script.command:
+        return
+    given = [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if name in parsed.request.job]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: no effect on {parsed.script.name}, which decides its own layout",
+            fix="pass the program its own options for it, after the command",
+        )
 
 
 def check_schema(parsed: ParsedRecipe) -> None:
@@ -253,7 +269,7 @@ def check_epoch_size(prepared: PreparedRun) -> Notes:
 def check_script_layout(prepared: PreparedRun) -> Notes:
     """Refuse a layout that needs session.train_step for a script that does not call it."""
     script = prepared.spec.script
-    if script is None:
+    if script is None or script.command:
         return None
     source = Path(script.path).read_text(encoding="utf-8", errors="replace")
     plan = prepared.plan
@@ -292,6 +308,7 @@ def _not_utf8(e: UnicodeEncodeError) -> UsageError:
 REQUEST_CHECKS: tuple[Callable[[SubmitRequest], Notes], ...] = (check_utf8_arguments, check_target)
 RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
     check_script_keys,
+    check_command_layout,
     check_schema,
     check_unused_keys,
     check_contract_metric,

@@ -2,7 +2,8 @@
 
 A snapshot holds the files of the script's git repository that are tracked, or untracked and not ignored; without git,
 the script's folder without caches and virtual environments. It omits files that look like secrets, and the targets of
-links out of the repository. It is built under a temporary name and renamed, so a partial snapshot is never visible.
+links out of the repository. What git ignores, such as data beside the code, is a link to the original. The snapshot is
+built under a temporary name and renamed, so a partial one is never visible.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from clustertrain.submit.secret_files import is_likely_secret
 
 DEFAULT_LIMIT_MIB = 100
 MAX_FILES = 50_000
+MAX_IGNORED = 10_000  # links to ignored files and folders
 _MIB = 1024 * 1024
 # --show-toplevel fails inside a .git folder and in a bare repository.
 _NO_REPOSITORY = ("not a git repository", "must be run in a work tree", "cannot change to")
@@ -126,6 +128,8 @@ def take_snapshot(
     try:
         for entry in entries:
             _copy_entry(root, entry, scratch)
+        if repository is not None:
+            _link_ignored(root, scratch, exclude)
         scratch.rename(target)
     except OSError as e:
         raise ConfigError(f"the code in {root} could not be copied: {e}") from e
@@ -200,6 +204,23 @@ def _list_git_files(root: Path, prefix: str) -> Iterator[str]:
                 yield from _list_git_files(root, path)
         else:
             yield path
+
+
+def _link_ignored(root: Path, scratch: Path, exclude: Path | None) -> None:
+    """Link what git ignores in ``root`` to the originals, except caches and environments.
+
+    Programs read data from beside ``__file__``.
+    """
+    listing = git.run(root, "ls-files", "-oiz", "--exclude-standard", "--directory").stdout
+    for name in [name.rstrip("/") for name in listing.split("\0") if name][:MAX_IGNORED]:
+        path, link = root / name, scratch / name
+        is_cache = not _SKIPPED_FOLDERS.isdisjoint(path.parts[len(root.parts) :]) or name.endswith((".pyc", ".pyo"))
+        is_environment = (path / "pyvenv.cfg").is_file()
+        holds_runs = exclude is not None and exclude.resolve().is_relative_to(path)
+        if is_cache or is_environment or holds_runs or os.path.lexists(link):
+            continue
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
 
 
 def _walk_files(root: Path) -> Iterator[str]:

@@ -67,7 +67,8 @@ def render_dry_run_script(prepared: PreparedRun) -> str:
     paths: list[Path] = []
     if prepared.code is not None:
         root, package = python_path.locate_in_snapshot(prepared.code)
-        paths = python_path.build_python_path(run.code, root, None if prepared.spec.script is not None else package)
+        script = prepared.spec.script
+        paths = python_path.build_python_path(run.code, root, package if script is None or script.is_package else None)
     return render_job_script(script_input(prepared, run, prepared.spec, paths))
 
 

@@ -10,6 +10,7 @@ from clustertrain.plan.request import PlanRequest
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
 from clustertrain.submit import checks
+from clustertrain.submit.launchers import replace_launcher
 from clustertrain.submit.preflight import model_stats
 from clustertrain.submit.preflight.model_stats import ModelCountError, ModelStats
 from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun
@@ -30,8 +31,9 @@ def prepare(
         UsageError, ConfigError, UnsuitableEnvironment: the request is refused; ``checks.py`` lists the reasons.
     """
     checks.run_checks(checks.REQUEST_CHECKS, request)
-    parsed = parse_recipe(request)
-    notes = checks.run_checks(checks.RECIPE_CHECKS, parsed)
+    translation = replace_launcher(request)
+    parsed = parse_recipe(translation.request)
+    notes = [*translation.notes, *checks.run_checks(checks.RECIPE_CHECKS, parsed)]
     run = resolve_run(parsed, existing_backend, purpose)
     notes += checks.run_checks(checks.RUN_CHECKS, run)
     stats = None

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from clustertrain.config.checks import unused_keys
@@ -17,6 +17,7 @@ from clustertrain.config.parsing.documents import build, load_toml, parse_assign
 from clustertrain.config.parsing.dotted_keys import split_key, type_at
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
+from clustertrain.submit import command
 from clustertrain.submit.request import SubmitRequest
 
 
@@ -104,6 +105,9 @@ def is_recipe_path(path: Path) -> bool:
 
 
 def _load_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | None, str]:
+    if request.command:
+        script = command.build_script_spec(request)
+        return {}, script, PurePath(script.path or request.command[0]).stem
     if not request.target:
         return {}, None, "default"
     path = request.cwd / request.target

@@ -19,6 +19,8 @@ class SubmitRequest:
     """A recipe (``*.toml``), a script, or empty for the default preset."""
     args: tuple[str, ...] = ()
     """Arguments of the script."""
+    command: tuple[str, ...] = ()
+    """A program of any kind with its arguments, instead of a target."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Options on the command line, by their names in JobSpec."""
     assignments: tuple[str, ...] = ()

@@ -124,5 +124,5 @@ def _build_search_path(request: SubmitRequest, recipe: Recipe) -> tuple[Path, ..
 
 def _find_code(parsed: ParsedRecipe, recipe: Recipe, search_path: tuple[Path, ...]) -> Path | None:
     if parsed.script is not None:
-        return Path(parsed.script.path)
+        return Path(parsed.script.path) if parsed.script.path else None
     return python_path.find_shared_entry(_get_entries(recipe), search_path)

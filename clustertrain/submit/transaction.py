@@ -30,7 +30,7 @@ from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
 
-MAX_LISTED_SECRETS = 5  # in a note
+MAX_LISTED_SECRETS = 5  # files in a note
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ def write(prepared: PreparedRun, run: RunDir, snapshot: CodeSnapshot | None, rec
     if snapshot is not None:
         if spec.script is not None:
             spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=snapshot.script))
-        paths = python_path.build_python_path(run.code, run.code, snapshot.script if spec.script is None else None)
+        package = snapshot.script if spec.script is None or spec.script.is_package else None
+        paths = python_path.build_python_path(run.code, run.code, package)
     mode = 0o640 if spec.job.share else 0o600
     script = job_script.render_job_script(job_script.script_input(prepared, run, spec, paths))
     if secrets := job_script.format_secrets(spec):

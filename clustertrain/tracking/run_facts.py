@@ -52,7 +52,10 @@ def load_run_metadata(run: RunDir, attempt: int) -> RunMetadata:
     recipe_values = flatten({table: value for table, value in recipe.items() if table not in _EXCLUDED_TABLES})
     used = {key: value for key, value in recipe_values.items() if is_key_used(spec, key)}
     job = {"job": {"nodes": spec.job.nodes, "gpus": spec.job.gpus, "layout": spec.job.layout}}
-    script = {"script": {"path": spec.script.path, "args": list(spec.script.args)}} if spec.script else {}
+    script: dict[str, Any] = {}
+    if spec.script is not None:
+        program = {"command": list(spec.script.command)} if spec.script.command else {"args": list(spec.script.args)}
+        script = {"script": {"path": spec.script.path, **program}}
     tags = {
         "run": run.id,
         "recipe_hash": load_recipe_hash(run),

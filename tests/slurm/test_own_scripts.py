@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,21 @@ if not saved.exists():
         sys.exit(0)
     signal.signal(signal.SIGUSR2, save)
     saved.with_name("training-" + os.environ["RANK"]).touch()
+    time.sleep(600)
+"""
+
+COMMAND_SAVES_ON_SIGTERM = """
+import os, pathlib, signal, sys, time
+
+folder, rank = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"]), os.environ["RANK"]
+if not (folder / f"saved-{rank}").exists():
+    def save(number, frame):
+        with (folder / f"saved-{rank}").open("a") as file:
+            file.write(signal.Signals(number).name)
+        time.sleep(1)  # a second signal would arrive by now
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    (folder / f"training-{rank}").touch()
     time.sleep(600)
 """
 
@@ -55,6 +71,23 @@ def test_script_that_exits_0_on_slurm_signal_is_continued(submit_run: Callable[.
     run.call("requeue", run.id)
     run.complete()
     assert run.endings() == ["preempted", "completed"]
+
+
+@pytest.mark.parametrize("how", ["requeue", "preempt", "time limit"])
+def test_command_gets_one_sigterm_and_comes_back(
+    submit_run: Callable[..., Run], preempt: Callable[[Run], None], tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "program.py").write_text(COMMAND_SAVES_ON_SIGTERM)
+    limit = ("--time", "2") if how == "time limit" else ()
+    run = submit_run("--nodes", "2", "--gpus", "1", *limit, "--", sys.executable, str(tmp_path / "program.py"))
+    run.wait_for(lambda _: len(list(run.path.glob("training-*"))) == 2, "the start of both ranks")
+    if how == "requeue":
+        run.call("requeue", run.id)
+    elif how == "preempt":
+        preempt(run)
+    run.complete()
+    assert run.endings() == ["time_limit" if how == "time limit" else "preempted", "completed"]
+    assert [(run.path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import RunSpec
 from clustertrain.config.objective import ObjectiveSpec
@@ -24,7 +22,7 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
     recipe = spec.recipe
     if spec.script is not None:
         parts = "model, data, batch, objective, optimizer, schedule, clipping and evaluation"
-        return {"script": f"{Path(spec.script.path).name} defines {parts} itself"}
+        return {"script": f"{spec.script.name} defines {parts} itself"}
     model = recipe.model
     return {
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",

@@ -12,6 +12,8 @@ import pytest
 
 from clustertrain import settings
 from clustertrain.cli.main import main
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
 
@@ -61,6 +63,44 @@ def test_arguments_after_the_script_go_to_the_script(
     assert "note: --gpus was passed to train.py; put submit's options before it" in err
     assert "gpus = 2" in spec
     assert [w for w in ("--gpus", "9", "-h", "--json") if f'"{w}"' in spec] == ["--gpus", "9", "-h", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["--", "cat", "--json", "-x"], ["cat", "--json", "-x"]),
+        (["-m", "json.tool", "--gpus", "9"], ["python", "-m", "json.tool", "--gpus", "9"]),
+        (["--", "torchrun", "--nproc-per-node=2", "train.py", "--dry-run"], ["python", "train.py", "--dry-run"]),
+    ],
+)
+def test_any_command_is_submitted_as_it_is(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], args: list[str], command: list[str]
+) -> None:
+    Path("train.py").touch()
+    assert run_cli("submit", "--gpus", "2", "--json", *args) == 0
+    run = RunDir(Path(json.loads(capsys.readouterr().out)["run_dir"]))
+    spec = load_spec(run)
+    assert spec.script is not None and spec.job.gpus == 2
+    assert [Path(spec.script.command[0]).name, *spec.script.command[1:]] == command
+    assert (run.code / "train.py").exists() == ("train.py" in command)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--"], "--: no command after it"),
+        (["-m"], "-m: no module after it"),
+        (["--", "nosuchprogram"], "nosuchprogram: command not found"),
+        (["--tp", "2", "--", "cat", "x"], "--tp: no effect on cat"),
+        (["--set", "optim.lr=1", "--", "cat", "x"], "optim.lr has no effect on cat"),
+    ],
+)
+def test_commands_that_cannot_run_are_refused(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, args: list[str], message: str
+) -> None:
+    assert run_cli("submit", *args) in (2, 78)
+    assert message in capsys.readouterr().err
+    assert fake_slurm.calls("sbatch") == []
 
 
 @pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])

@@ -52,14 +52,19 @@ def take(
     return snapshot, sorted(names + links)
 
 
-def test_tracked_and_new_files_are_copied_ignored_are_not(repository: Path, tmp_path: Path) -> None:
+def test_tracked_and_new_files_are_copied_ignored_are_linked(repository: Path, tmp_path: Path) -> None:
     write(repository / "new file.py")
     write(repository / "weights.bin")
     write(repository / "data" / "x.txt")
+    write(repository / ".gitignore", "*.bin\n*.pyc\ndata/\nenv/\n__pycache__/\n")
+    for ignored in ("src/lib.pyc", "src/__pycache__/lib.pyc", "env/pyvenv.cfg", "env/bin/python"):
+        write(repository / ignored)
     snapshot, names = take(repository / "scripts" / "train.py", tmp_path)
     assert snapshot.script == "scripts/train.py" and snapshot.root == repository
-    assert names == [".gitignore", "new file.py", "scripts/train.py", "src/lib.py"]
-    assert (tmp_path / "run" / "code" / "scripts" / "train.py").read_text() == "print('train')"
+    assert names == [".gitignore", "data", "new file.py", "scripts/train.py", "src/lib.py", "weights.bin"]
+    code = tmp_path / "run" / "code"
+    assert (code / "scripts" / "train.py").read_text() == "print('train')"
+    assert (code / "data").readlink() == repository / "data" and (code / "weights.bin").is_symlink()
 
 
 def test_working_tree_is_copied_not_commit(repository: Path, tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""The ranks of a node that execute a command: start, signals, and a record of how each ended.
+
+A command knows nothing of clustertrain, so the agent starts it without torchrun and writes the records that a rank of
+the trainer writes itself. The environment of a rank is torchrun's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from clustertrain import fsio, proc, settings
+from clustertrain.agent import rank_exec
+from clustertrain.agent.node_result import CRASH_SIGNALS
+from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
+from clustertrain.run.results import ErrorInfo, FailureKind, RankResult
+from clustertrain.scheduler.rendezvous import Rendezvous
+
+_TAIL_BYTES = 16_384
+# The last line of a Python traceback.
+_EXCEPTION = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Timeout|Exit)\w*)(?:: (.*))?$", re.MULTILINE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
+_COMMUNICATION = re.compile(
+    r"NCCL (?:communicator|error)|ncclRemoteError|ncclSystemError|DistBackendError|DistNetworkError|DistStoreError"
+    r"|Connection (?:reset|refused|closed)|gloo/transport",
+    re.IGNORECASE,
+)
+
+
+class CommandRanks:
+    """The processes of a node's ranks, with the interface of the process that the agent otherwise starts.
+
+    Args of the constructor:
+        logs: log file by rank.
+        stop_requested: whether the ranks have been asked to stop.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        *,
+        cwd: Path,
+        rank_dir: Path,
+        logs: Mapping[int, Path],
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.pid = os.getpid()
+        self._command = tuple(command)
+        self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
+        self._processes = {
+            rank: self._start(env, cwd if cwd.is_dir() else None, logs[rank]) for rank, env in environments.items()
+        }
+        self._codes: dict[int, int] = {}
+
+    def _start(self, env: Mapping[str, str], cwd: Path | None, log: Path) -> subprocess.Popen[bytes]:
+        cpus = env.get(settings.RANK_CPUS, "").split(";")
+        local_rank = int(env["LOCAL_RANK"])
+        own_cpus = cpus[local_rank] if local_rank < len(cpus) else ""
+        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *self._command]
+        return proc.start(argv, env=env, cwd=cwd, new_session=True)
+
+    def poll(self) -> int | None:
+        """Record the ranks that have ended; return None while one runs, otherwise 0 or 1."""
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is not None and rank not in self._codes:
+                self._codes[rank] = code
+                self._write_record(rank, code)
+        if len(self._codes) < len(self._processes):
+            return None
+        return EXIT_FAILED if any(self._codes.values()) else EXIT_SUCCESS
+
+    def wait(self) -> None:
+        for process in self._processes.values():
+            process.wait()
+        self.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the program of each rank, and not to the processes that it started."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _write_record(self, rank: int, code: int) -> None:
+        path = self._rank_dir / f"rank-{rank}.json"
+        if not path.exists():  # the program may have opened a session of clustertrain
+            fsio.write_json(
+                path, msgspec.to_builtins(build_record(rank, code, self._stop_requested(), self._logs[rank]))
+            )
+
+
+def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankResult:
+    """Return how a command ended: ``code`` is its exit code, negative for a signal."""
+    if code == EXIT_SUCCESS:
+        # Whether it was done, it does not say: after a stop request the run continues, and a program that was ends.
+        reason = "the command ended with exit code 0 after the stop request" if stop_requested else None
+        return RankResult(rank=rank, ending="completed", finished=False, exit_code=code, reason=reason)
+    if code == EXIT_STOPPED or stop_requested:
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        when = "which requests another attempt" if code == EXIT_STOPPED else "after the stop request"
+        reason = f"the command ended with {how}, {when}"
+        return RankResult(rank=rank, ending="stopped", finished=False, exit_code=code, reason=reason)
+    kind, error = _explain_failure(code, _read_tail(log), log)
+    return RankResult(rank=rank, ending="failed", finished=False, exit_code=code, kind=kind, error=error)
+
+
+def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, ErrorInfo]:
+    if code < 0:
+        name = signal.Signals(-code).name
+        kind: FailureKind = "crashed" if -code in CRASH_SIGNALS else "killed"
+        return kind, ErrorInfo(type=name, message=f"see logs/{log.name}")
+    if code in (rank_exec.NOT_FOUND, rank_exec.NOT_EXECUTABLE):
+        return "environment", ErrorInfo(type=f"exit code {code}", message=tail.strip().splitlines()[-1] if tail else "")
+    exceptions = _EXCEPTION.findall(tail)
+    if not exceptions:
+        message = f"the command ended with exit code {code}: see logs/{log.name}"
+        return "exited", ErrorInfo(type=f"exit code {code}", message=message)
+    name, message = exceptions[-1]
+    text = f"{name}: {message}"
+    kind = (
+        "out_of_memory" if _OUT_OF_MEMORY.search(text)
+        else "communication" if _COMMUNICATION.search(text)
+        else "user_error"
+    )  # fmt: skip
+    return kind, ErrorInfo(type=name, message=message or f"see logs/{log.name}", traceback=_last_traceback(tail))
+
+
+def _last_traceback(tail: str) -> str | None:
+    begin = tail.rfind("Traceback (most recent call last)")
+    return tail[begin:] if begin >= 0 else None
+
+
+def _read_tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def build_rank_environment(
+    env: Mapping[str, str], rdzv: Rendezvous, *, local_rank: int, ranks_per_node: int, nodes: int, node_rank: int
+) -> dict[str, str]:
+    """Return ``env`` with the variables that torchrun sets for a rank (torch 2.13, ``local_elastic_agent.py``)."""
+    rank, world_size = node_rank * ranks_per_node + local_rank, nodes * ranks_per_node
+    sizes = {
+        "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": node_rank, "ROLE_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks_per_node, "WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": nodes,
+        "ROLE_WORLD_SIZE": world_size, "MASTER_PORT": rdzv.port,
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+    }  # fmt: skip
+    texts = {"ROLE_NAME": "default", "MASTER_ADDR": rdzv.host, "TORCHELASTIC_RUN_ID": rdzv.id}
+    # torchrun sets it too: without it, each rank of a program on CPUs starts a thread for each core.
+    threads = {"OMP_NUM_THREADS": "1"} if ranks_per_node > 1 and "OMP_NUM_THREADS" not in env else {}
+    return {**env, **threads, **{name: str(n) for name, n in sizes.items()}, **texts}

@@ -1,0 +1,119 @@
+"""A command as the program of a run: the file or module of the user that it executes, and whether it exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+from clustertrain import proc
+from clustertrain.config.job import ScriptSpec
+from clustertrain.errors import CommandFailed, UsageError
+from clustertrain.submit import python_path
+from clustertrain.submit.request import SubmitRequest
+
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
+# Options of Python and of shells with a value in the next argument.
+_OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs", "-o", "-O", "--rcfile", "--init-file"})
+_IMPORT_TIMEOUT_S = 30.0
+_HAS_MODULE = "import importlib.util as u, sys; sys.exit(not u.find_spec(sys.argv[1]))"
+
+
+def build_script_spec(request: SubmitRequest) -> ScriptSpec:
+    """Return the program of a request with a command, with the path of the program made absolute.
+
+    Raises:
+        UsageError: the program, its script or its module does not exist, or an argument contains a NUL character.
+    """
+    if "\0" in "".join(request.command):
+        raise UsageError("an argument of the command contains a NUL character", fix="remove it")
+    program = _find_program(request)
+    command = [str(program), *request.command[1:]]
+    cwd = str(request.cwd)
+    if is_python(command[0]) or PurePath(command[0]).name in _SHELLS:
+        index = _find_script(command)
+        if index is None:
+            return ScriptSpec(cwd=cwd, command=tuple(command))
+        if command[index - 1] == "-m":
+            package = _find_module(request, program, command[index])
+            return ScriptSpec(path=str(package) if package else "", cwd=cwd, command=tuple(command))
+        path = request.cwd / command[index]
+        if not path.is_file():
+            problem = "it is a folder" if path.is_dir() else "no such file"
+            raise UsageError(f"{command[index]}: {problem}", fix="name the script by its path from this folder")
+        return ScriptSpec(path=str(path), cwd=cwd, command=tuple(command), path_index=index)
+    # A console script is installed; anything else in the user's folders is code.
+    is_code = program.is_relative_to(request.cwd) and not _is_installed(program)
+    if not is_code:
+        return ScriptSpec(cwd=cwd, command=tuple(command))
+    return ScriptSpec(path=str(program), cwd=cwd, command=tuple(command), path_index=0)
+
+
+def is_python(program: str) -> bool:
+    return _PYTHON.fullmatch(PurePath(program).name) is not None
+
+
+def _find_program(request: SubmitRequest) -> Path:
+    name = request.command[0]
+    if os.sep in name:
+        path = request.cwd / name
+        if not path.exists():
+            raise UsageError(f"{name}: no such file", fix="name a program by its path from this folder")
+        if path.is_dir():
+            raise UsageError(f"{name}: it is a folder", fix="name the program in it")
+        if not os.access(path, os.X_OK):
+            raise UsageError(f"{name}: it cannot be executed", fix=f"run `chmod +x {name}`, or put `bash` before it")
+        return Path(os.path.normpath(path))
+    found = shutil.which(name, path=request.environ.get("PATH", os.defpath))
+    if found is None:
+        raise UsageError(
+            f"{name}: command not found", fix="install it in this environment, or name it by its path (./NAME)"
+        )
+    return Path(os.path.normpath(request.cwd / found))
+
+
+def _find_script(command: Sequence[str]) -> int | None:
+    """Return the index of the script, or of the module after ``-m``; None for ``-c`` and an interactive shell."""
+    index = 1
+    while index < len(command):
+        argument = command[index]
+        if argument in ("-m", "--"):
+            return index + 1 if index + 1 < len(command) else None
+        if argument == "-c" or (argument == "-" and is_python(command[0])):
+            return None
+        if not argument.startswith("-"):
+            return index
+        index += 2 if argument in _OPTIONS_WITH_VALUE else 1
+    return None
+
+
+def _find_module(request: SubmitRequest, python: Path, module: str) -> Path | None:
+    """Return the package of the user's code that contains ``module``; None if it is installed.
+
+    Raises:
+        UsageError: neither exists.
+    """
+    package = python_path.find_entry(module, python_path.list_search_folders([request.cwd]))
+    if package is not None:
+        return package
+    try:
+        result = proc.run(
+            [str(python), "-c", _HAS_MODULE, module.partition(".")[0]],
+            timeout_s=_IMPORT_TIMEOUT_S, env=request.environ, cwd=request.cwd, check=False,
+        )  # fmt: skip
+    except CommandFailed:
+        return None  # a slow file system: the job will tell
+    if result.returncode:
+        raise UsageError(
+            f"{python} has no module {module.partition('.')[0]}",
+            fix="activate the environment that has it, or name its Python by its path: -- /PATH/TO/python -m …",
+        )
+    return None
+
+
+def _is_installed(program: Path) -> bool:
+    """Return whether ``program`` lies in a virtual environment."""
+    return any((parent / "pyvenv.cfg").is_file() for parent in program.parents)

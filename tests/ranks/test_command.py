@@ -1,0 +1,112 @@
+"""Commands that know nothing of clustertrain, on the local backend: stops, resumes and explained failures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.runs import LOCAL, Run
+
+pytestmark = pytest.mark.ranks
+Submit = Callable[..., Run]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    env |= {"CLUSTERTRAIN_HOME": str(tmp_path / "home"), "OUT": str(tmp_path)}
+    submitted: list[Run] = []
+
+    def submit_command(text: str, *options: str, command: tuple[str, ...] = (sys.executable, "program.py")) -> Run:
+        (folder / "program.py").write_text(text)
+        submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, "--", *command))
+        return submitted[-1]
+
+    yield submit_command
+    for run in submitted:
+        run.cancel_if_active()
+        run.wait_until_final()
+
+
+def wait_for_log(run: Run, text: str, attempt: int = 1) -> None:
+    logs = [run.path / "attempts" / str(attempt) / "logs" / f"rank-{r}.log" for r in (0, 1)]
+    run.wait_for(lambda _: all(p.exists() and text in p.read_text() for p in logs), f"{text!r} in the logs")
+
+
+SAVES_ON_TERM = """
+import os, pathlib, signal, sys, time
+
+saved = pathlib.Path(os.environ["OUT"], "saved-" + os.environ["RANK"])
+if saved.exists():
+    print("resumed at", saved.read_text(), flush=True)
+    sys.exit()
+
+
+def save(*_):
+    saved.write_text("17")
+    print("saved", flush=True)
+    END
+
+
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_program_that_saves_on_sigterm_is_requeued_and_resumes(submit: Submit, end: str) -> None:
+    run = submit(SAVES_ON_TERM.replace("END", end))
+    wait_for_log(run, "ready")
+    run.call("requeue", run.id)
+    run.complete()
+    wait_for_log(run, "resumed at 17", attempt=2)
+    assert run.endings() == ["preempted", "completed"]
+
+
+IGNORES_SIGNALS = """
+import os, signal, time
+if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_program_that_ignores_signals_is_ended_at_the_deadline(submit: Submit) -> None:
+    run = submit(IGNORES_SIGNALS, "--set", "preemption_test.grace_s=2")
+    wait_for_log(run, "ready")
+    run.call("requeue", run.id)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert "has not ended in time" in (run.path / "job.log").read_text()
+
+
+def test_failed_program_is_explained_and_not_repeated(submit: Submit) -> None:
+    run = submit("import os, time\nif os.environ['RANK'] == '1': raise KeyError('lr')\ntime.sleep(60)\n")
+    (attempt,) = run.wait_until_final()["attempts"]
+    assert (attempt["state"], "KeyError: 'lr'" in attempt["reason"]) == ("user_error", True), attempt
+
+
+def test_edits_after_submit_do_not_reach_the_run(submit: Submit) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    Path("package").mkdir()
+    Path("package", "__init__.py").touch()
+    Path("package", "part.py").write_text("NAME = 'submitted'")
+    wait = "import os, pathlib, time\nwhile not pathlib.Path(os.environ['OUT'], 'go').exists(): time.sleep(0.05)\n"
+    Path("package", "main.py").write_text(f"{wait}from . import part; print(part.NAME, os.getcwd())")
+    run = submit("", command=(sys.executable, "-m", "package.main"))
+    Path("package", "part.py").write_text("NAME = 'edited'")
+    Path(run.env["OUT"], "go").touch()
+    run.complete()
+    wait_for_log(run, f"submitted {Path.cwd()}")

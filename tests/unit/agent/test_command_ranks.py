@@ -1,0 +1,133 @@
+"""Ranks that execute a command: environment, output, signals and the records of how they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
+from clustertrain.agent.node_result import read_rank_records
+from clustertrain.scheduler.rendezvous import Rendezvous
+
+Start = Callable[..., CommandRanks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    def start_ranks(*command: str, ranks: int = 1, stop_requested: bool = False) -> CommandRanks:
+        rdzv = Rendezvous("127.0.0.1", 29_500, "run")
+        environments = {
+            rank: build_rank_environment(os.environ, rdzv, local_rank=rank, ranks_per_node=ranks, nodes=1, node_rank=0)
+            for rank in range(ranks)
+        }
+        return CommandRanks(
+            command, environments, cwd=tmp_path, rank_dir=tmp_path, stop_requested=lambda: stop_requested,
+            logs={rank: tmp_path / f"rank-{rank}.log" for rank in environments},
+        )  # fmt: skip
+
+    return start_ranks
+
+
+def run(ranks: CommandRanks) -> int:
+    assert clock.wait_until(lambda: ranks.poll() is not None, 30.0)
+    code = ranks.poll()
+    assert code is not None
+    return code
+
+
+def test_ranks_have_torchrun_s_environment(start: Start, tmp_path: Path) -> None:
+    program = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')))"
+    assert run(start(sys.executable, "-c", program, ranks=2)) == 0
+    assert [(tmp_path / f"rank-{r}.log").read_text() for r in (0, 1)] == ["0 0 2 29500\n", "1 1 2 29500\n"]
+    records = read_rank_records(tmp_path, [0, 1])
+    assert [(r.ending, r.finished) for r in records.values()] == [("completed", False)] * 2
+
+
+def test_rank_of_second_node() -> None:
+    rdzv = Rendezvous("node0", 29_500, "run")
+    env = build_rank_environment({}, rdzv, local_rank=1, ranks_per_node=4, nodes=2, node_rank=1)
+    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")} == {
+        "RANK": "5", "WORLD_SIZE": "8", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "text"),
+    [
+        ("raise ValueError('a is 0')", "user_error", "ValueError: a is 0"),
+        ("import os; os._exit(3)", "exited", "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "killed", "SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", "crashed", "SIGSEGV"),
+        ("raise MemoryError", "out_of_memory", "MemoryError"),
+        ("raise RuntimeError('[gloo/transport/tcp] Connection reset by peer')", "communication", "Connection reset"),
+    ],
+)
+def test_failure_is_explained_by_exit_code_and_traceback(
+    start: Start, tmp_path: Path, program: str, kind: str, text: str
+) -> None:
+    assert run(start(sys.executable, "-c", program)) == 1
+    record = read_rank_records(tmp_path, [0])[0]
+    assert (record.ending, record.kind) == ("failed", kind)
+    assert record.error is not None and text in f"{record.error.type}: {record.error.message}"
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "os.kill(os.getpid(), 15)", "sys.exit(75)"])
+def test_end_after_stop_request_is_a_stop(start: Start, tmp_path: Path, end: str) -> None:
+    run(start(sys.executable, "-c", f"import os, sys; {end}", stop_requested=True))
+    record = read_rank_records(tmp_path, [0])[0]
+    assert (record.ending, record.finished) == ("stopped", False)
+    assert record.reason is not None and "the command ended with" in record.reason
+
+
+def test_program_that_vanished_is_named(start: Start, tmp_path: Path) -> None:
+    run(start("/no/such/program"))
+    record = read_rank_records(tmp_path, [0])[0]
+    assert record.kind == "environment"
+    assert record.error is not None and "/no/such/program: No such file" in record.error.message
+
+
+HANDLES_TERM = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
+child = subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(60)"])
+print("ready", flush=True)
+try:
+    signal.pause()
+finally:
+    print("child alive" if child.poll() is None else "child dead", flush=True)
+    child.kill()
+"""
+
+
+def test_signal_reaches_the_program_alone(start: Start, tmp_path: Path) -> None:
+    ranks = start(sys.executable, "-c", HANDLES_TERM)
+    log = tmp_path / "rank-0.log"
+    assert clock.wait_until(lambda: log.exists() and {"ready", "child"} <= set(log.read_text().split()), 30.0)
+    ranks.send_signal(signal.SIGTERM)
+    assert run(ranks) == 0
+    assert log.read_text().splitlines()[-2:] == ["saved", "child alive"]
+
+
+def test_early_warnings_do_not_kill_a_program(start: Start, tmp_path: Path) -> None:
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR2)"
+    assert run(start(sys.executable, "-c", kill)) == 0
+
+
+def test_program_has_default_signals(start: Start, tmp_path: Path) -> None:
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        ranks = start("sleep", "60")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    clock.wait_until(
+        lambda: Path(f"/proc/{next(iter(ranks._processes.values())).pid}/comm").read_text() == "sleep\n", 30
+    )
+    ranks.send_signal(signal.SIGTERM)
+    assert run(ranks) == 1
+    assert read_rank_records(tmp_path, [0])[0].kind == "killed"

@@ -1,0 +1,117 @@
+"""Any command as the program of a run: launchers that are replaced, files that are found, and refusals."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import UsageError
+from clustertrain.submit.command import build_script_spec
+from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.request import SubmitRequest
+
+
+def request(*command: str, cwd: Path = Path("/"), **job: Any) -> SubmitRequest:
+    return SubmitRequest(command=command, cwd=cwd, job=job, environ={"PATH": os.environ["PATH"]})
+
+
+TORCHRUN = {
+    ("torchrun", "train.py", "--lr", "1"): ("python", "train.py", "--lr", "1"),
+    ("torchrun", "--standalone", "--nproc-per-node=2", "train.py"): ("python", "train.py"),
+    ("torchrun", "--nproc_per_node", "2", "-m", "pkg.train", "-x"): ("python", "-m", "pkg.train", "-x"),
+    ("torchrun", "--no-python", "./run", "a"): ("./run", "a"),
+    ("torchrun", "-r", "3", "-t", "3", "--", "train.py"): ("python", "train.py"),
+    ("/env/bin/python", "-m", "torch.distributed.run", "train.py"): ("/env/bin/python", "train.py"),
+    ("python3", "-u", "-m", "torch.distributed.launch", "--use_env", "train.py"): ("python3", "train.py"),
+}
+
+
+@pytest.mark.parametrize("command", TORCHRUN)
+def test_torchrun_is_replaced(command: tuple[str, ...]) -> None:
+    translation = replace_launcher(request(*command))
+    assert translation.request.command == TORCHRUN[command]
+    assert "torchrun is replaced" in translation.notes[0]
+
+
+def test_other_commands_are_unchanged() -> None:
+    for command in (("python", "train.py", "-m", "torch.distributed.run"), ("trl", "sft", "--x")):
+        translation = replace_launcher(request(*command))
+        assert (translation.request.command, translation.notes) == (command, ())
+
+
+def test_sizes_of_torchrun_are_the_job_s() -> None:
+    command = ("torchrun", "--nnodes", "3", "--nproc-per-node=4", "train.py")
+    assert replace_launcher(request(*command)).request.job == {"nodes": 3, "gpus": 4}
+    assert replace_launcher(request(*command, gpus=4)).request.job == {"nodes": 3, "gpus": 4}
+    unknown = ("torchrun", "--nnodes=$SLURM_NNODES", "--nproc-per-node", "gpu", "train.py")
+    assert replace_launcher(request(*unknown, gpus=8)).request.job == {"gpus": 8}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("torchrun", "--nnodes", "1:4", "x.py"), "a range of sizes cannot be honored"),
+        (("torchrun", "--nproc-per-node", "4", "x.py"), "--gpus 2 contradicts torchrun --nproc-per-node 4"),
+        (("torchrun", "--numa-binding=node", "x.py"), "--numa-binding: cannot be honored"),
+        (("torchrun", "--elastic", "x.py"), "not an option of torchrun"),
+        (("torchrun", "--nnodes"), "the value is missing"),
+        (("torchrun", "--nnodes=1"), "no program after its options"),
+        (("mpirun", "-n", "4", "x"), "a launcher that clustertrain replaces"),
+        (("/usr/bin/deepspeed", "x.py"), "a launcher that clustertrain replaces"),
+    ],
+)
+def test_what_cannot_be_honored_is_refused_by_name(command: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace_launcher(request(*command, gpus=2))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run.sh").write_text("#!/bin/bash\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    (tmp_path / "pkg" / "sub" / "main.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "index"),
+    [
+        ((sys.executable, "train.py", "1"), "train.py", 1),
+        ((sys.executable, "-u", "-W", "ignore", "train.py"), "train.py", 4),
+        (("bash", "-e", "run.sh"), "run.sh", 2),
+        (("./run.sh", "a"), "run.sh", 0),
+        ((sys.executable, "-m", "pkg.sub.main"), "pkg", None),
+        ((sys.executable, "-m", "json.tool"), "", None),
+        ((sys.executable, "-c", "print()"), "", None),
+        (("cat", "train.py"), "", None),
+    ],
+)
+def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path: str, index: int | None) -> None:
+    script = build_script_spec(request(*command, cwd=folder))
+    assert (script.path, script.path_index) == (str(folder / path) if path else "", index)
+    assert script.is_package == (path == "pkg")
+    assert Path(script.command[0]).is_absolute() and script.command[1:] == command[1:]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("nosuchprogram", "x"), "nosuchprogram: command not found"),
+        ((sys.executable, "missing.py"), "missing.py: no such file"),
+        ((sys.executable, "pkg"), "pkg: it is a folder"),
+        ((sys.executable, "-m", "nosuchmodule.x"), "has no module nosuchmodule"),
+        (("./train.py",), "it cannot be executed"),
+        (("./nothing",), "./nothing: no such file"),
+        (("./pkg",), "./pkg: it is a folder"),
+        (("cat", "a\0b"), "NUL"),
+    ],
+)
+def test_missing_programs_are_refused(folder: Path, command: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build_script_spec(request(*command, cwd=folder))
