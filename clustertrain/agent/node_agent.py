@@ -35,7 +35,7 @@ from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, Clust
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
-from clustertrain.run.run_spec import load_spec
+from clustertrain.run.run_spec import load_command
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
@@ -119,8 +119,8 @@ class NodeAgent:
         context = self.context
         try:
             rdzv = self._join_rendezvous()
-            script = load_spec(context.run).script
-            child = self._start_command(rdzv, script) if script and script.command else self._start_torchrun(rdzv)
+            command = load_command(context.run)
+            child = self._start_torchrun(rdzv) if command is None else self._start_command(rdzv, command)
         except ClusterTrainError as e:
             kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
             error = ErrorInfo(type=type(e).__name__, message=str(e))

@@ -79,8 +79,8 @@ def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs)
     header.add_row("state", styled_state(status.state))
     header.add_row("job", f"{status.job_id or '-'} ({status.backend})")
     command = load_command(status.run)
-    if command:
-        header.add_row("command", Text(printable(shlex.join(command))))
+    if command is not None:
+        header.add_row("command", Text(printable(shlex.join(command.command))))
     else:
         header.add_row("layout", Text(_format_layout(status.run)))
     header.add_row(

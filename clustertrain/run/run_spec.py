@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clustertrain import reading
-from clustertrain.config.job import RunSpec
+from clustertrain.config.job import RunSpec, ScriptSpec
 from clustertrain.config.parsing.documents import build, parse_toml
 from clustertrain.errors import ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir, permission_error
@@ -40,13 +40,13 @@ def is_script_run(run: RunDir) -> bool:
         return True
 
 
-def load_command(run: RunDir) -> tuple[str, ...]:
-    """Return the command of the run as it was typed; empty for a recipe or script, or if the spec cannot be read."""
+def load_command(run: RunDir) -> ScriptSpec | None:
+    """Return the program of a run that executes a command; None for other runs, or if the spec cannot be read."""
     try:
         script = load_spec(run).script
     except ClusterTrainError:
-        return ()
-    return script.command if script is not None else ()
+        return None
+    return script if script is not None and script.command else None
 
 
 def _with_run_fix(e: ConfigError) -> ConfigError:
