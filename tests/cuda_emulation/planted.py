@@ -63,8 +63,23 @@ def cpu_tensor_broadcast_by_nccl() -> None:
     _before_update(lambda step, totals: dist.broadcast(torch.ones(1), 0))
 
 
+def cpu_tensor_scattered_by_nccl() -> None:
+    _before_update(lambda step, totals: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2)))
+
+
 def cuda_tensor_to_gloo() -> None:
     _before_update(lambda step, totals: dist.all_reduce(totals, group=dist.new_group(backend="gloo")))
+
+
+def cuda_tensor_broadcast_by_gloo() -> None:
+    _before_update(lambda step, totals: dist.broadcast(totals, 0, group=dist.new_group(backend="gloo")))
+
+
+def cuda_tensor_gathered_by_gloo() -> None:
+    def gather(step: TrainStep, totals: torch.Tensor) -> None:
+        dist.all_gather([torch.empty_like(totals) for _ in range(2)], totals, group=dist.new_group(backend="gloo"))
+
+    _before_update(gather)
 
 
 # -- a hidden wait of the host

@@ -59,7 +59,10 @@ def _events(ranks: Ranks) -> list[trace.Event]:
         (planted.cpu_norm_to_nccl, "Expected all tensors to be on the same device"),
         (planted.cpu_tensor_to_nccl, "No backend type associated with device type cpu"),
         (planted.cpu_tensor_broadcast_by_nccl, "No backend type associated with device type cpu"),
+        (planted.cpu_tensor_scattered_by_nccl, "No backend type associated with device type cpu"),
         (planted.cuda_tensor_to_gloo, "No backend type associated with device type cuda"),
+        (planted.cuda_tensor_broadcast_by_gloo, "No backend type associated with device type cuda"),
+        (planted.cuda_tensor_gathered_by_gloo, "No backend type associated with device type cuda"),
     ],
 )
 def test_wrong_placement_fails_the_run(tmp_path: Path, fault: Setup, message: str) -> None:
