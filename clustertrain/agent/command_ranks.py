@@ -91,32 +91,36 @@ class CommandRanks:
 
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
-        if not path.exists():  # the program may have opened a session of clustertrain
-            fsio.write_json(
-                path, msgspec.to_builtins(build_record(rank, code, self._stop_requested(), self._logs[rank]))
-            )
+        if path.exists():  # the program has opened a session of clustertrain
+            return
+        record = build_record(rank, code, self._stop_requested(), self._logs[rank])
+        try:
+            fsio.write_json(path, msgspec.to_builtins(record))
+        except OSError as e:  # a full /tmp: the rank counts as killed, and the other ranks are still watched
+            print(f"clustertrain agent: {path}: {e}", file=sys.stderr, flush=True)
 
 
 def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankResult:
     """Return how a command ended: ``code`` is its exit code, negative for a signal."""
-    if code == EXIT_SUCCESS:
-        # Whether it was done, it does not say: after a stop request the run continues, and a program that was ends.
-        reason = "the command ended with exit code 0 after the stop request" if stop_requested else None
+    how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+    if code == EXIT_SUCCESS or (stop_requested and code != -signal.SIGKILL):
+        # Not finished: the program does not say whether it was done. After a stop request, whatever the exit code, the
+        # run continues, and a program that was done ends at once in the next attempt.
+        reason = f"the command ended with {how} after the stop request" if stop_requested else None
         return RankResult(rank=rank, ending="completed", finished=False, exit_code=code, reason=reason)
     if code == EXIT_STOPPED or stop_requested:
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        when = "which requests another attempt" if code == EXIT_STOPPED else "after the stop request"
-        reason = f"the command ended with {how}, {when}"
-        return RankResult(rank=rank, ending="stopped", finished=False, exit_code=code, reason=reason)
+        when = "after the stop request" if stop_requested else "which requests another attempt"
+        return RankResult(
+            rank=rank, ending="stopped", finished=False, exit_code=code, reason=f"the command ended with {how}, {when}"
+        )
     kind, error = _explain_failure(code, _read_tail(log), log)
     return RankResult(rank=rank, ending="failed", finished=False, exit_code=code, kind=kind, error=error)
 
 
 def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, ErrorInfo]:
     if code < 0:
-        name = signal.Signals(-code).name
         kind: FailureKind = "crashed" if -code in CRASH_SIGNALS else "killed"
-        return kind, ErrorInfo(type=name, message=f"see logs/{log.name}")
+        return kind, ErrorInfo(type=_signal_name(-code), message=f"see logs/{log.name}")
     if code in (rank_exec.NOT_FOUND, rank_exec.NOT_EXECUTABLE):
         return "environment", ErrorInfo(type=f"exit code {code}", message=tail.strip().splitlines()[-1] if tail else "")
     exceptions = _EXCEPTION.findall(tail)
@@ -131,6 +135,13 @@ def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, Erro
         else "user_error"
     )  # fmt: skip
     return kind, ErrorInfo(type=name, message=message or f"see logs/{log.name}", traceback=_last_traceback(tail))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _last_traceback(tail: str) -> str | None:

@@ -26,7 +26,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     RECIPE.toml trains a built-in model. SCRIPT.py is your own script; everything after it is passed to the script.
     With neither, the built-in trainer runs its default preset.
 
-    Any other program: -m MODULE ARGS, or -- COMMAND ARGS, such as -- torchrun train.py or -- trl sft --config c.yaml.
+    Any other program: -m MODULE ARGS, or -- COMMAND ARGS, such as -- torchrun train.py or -- ./run.sh.
     """
     as_json = options["as_json"]
     if wait and follow:

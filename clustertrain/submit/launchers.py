@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from clustertrain.errors import UsageError
+from clustertrain.submit.command import is_python
 from clustertrain.submit.request import SubmitRequest
 
-_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 # Options of torchrun (torch 2.13) by what becomes of them.
@@ -32,6 +31,7 @@ _UNSUPPORTED = {
     "virtual-local-rank": "let the program read LOCAL_RANK",
 }
 _OTHER_LAUNCHERS = {
+    "accelerate launch": "name the script itself: -- python SCRIPT ARGS; its configuration file is not read",
     "deepspeed": "name the script itself: -- python SCRIPT ARGS",
     "mpirun": "name the program itself; clustertrain starts a process for each GPU",
     "mpiexec": "name the program itself; clustertrain starts a process for each GPU",
@@ -57,13 +57,17 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     if not request.command:
         return Translation(request)
     name, arguments = _split_launcher(request.command)
+    if name == "accelerate" and arguments[:1] == ["launch"]:
+        name = "accelerate launch"
     if name in _OTHER_LAUNCHERS:
         raise UsageError(f"{name}: a launcher that clustertrain replaces", fix=_OTHER_LAUNCHERS[name])
     if name != "torchrun":
         return Translation(request)
     sizes, kinds, program = _parse_torchrun(arguments)
     job = _merge_sizes(request.job, sizes)
-    python = [request.command[0]] if _is_python(request.command[0]) else ["python"]
+    program_path = PurePath(request.command[0])
+    # torchrun's own environment: /env/bin/torchrun stands beside /env/bin/python.
+    python = [request.command[0] if is_python(program_path.name) else str(program_path.with_name("python"))]
     if not program:
         raise UsageError("torchrun: no program after its options", fix="name the script: -- torchrun SCRIPT ARGS")
     if "no-python" not in kinds:
@@ -75,7 +79,7 @@ def replace_launcher(request: SubmitRequest) -> Translation:
 def _split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
     """Return the launcher that ``command`` starts with, if any, and the arguments after it."""
     name, *arguments = PurePath(command[0]).name, *command[1:]
-    if _is_python(command[0]):
+    if is_python(command[0]):
         options = [a for a in arguments[:2] if a != "-u"]
         if options[:1] == ["-m"] or arguments[:1] == ["-m"]:
             at = arguments.index("-m")
@@ -83,10 +87,6 @@ def _split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
                 return "torchrun", arguments[at + 2 :]
         return "", arguments
     return name, arguments
-
-
-def _is_python(program: str) -> bool:
-    return _PYTHON.fullmatch(PurePath(program).name) is not None
 
 
 def _parse_torchrun(arguments: Sequence[str]) -> tuple[dict[str, str], set[str], list[str]]:

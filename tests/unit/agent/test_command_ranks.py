@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
-from clustertrain.agent.node_result import read_rank_records
+from clustertrain.agent.node_result import RankObservations, build_node_result, read_rank_records
 from clustertrain.scheduler.rendezvous import Rendezvous
 
 Start = Callable[..., CommandRanks]
@@ -64,6 +64,7 @@ def test_rank_of_second_node() -> None:
         ("import os; os._exit(3)", "exited", "exit code 3"),
         ("import os; os.kill(os.getpid(), 9)", "killed", "SIGKILL"),
         ("import os; os.kill(os.getpid(), 11)", "crashed", "SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 40)", "killed", "signal 40"),
         ("raise MemoryError", "out_of_memory", "MemoryError"),
         ("raise RuntimeError('[gloo/transport/tcp] Connection reset by peer')", "communication", "Connection reset"),
     ],
@@ -81,8 +82,18 @@ def test_failure_is_explained_by_exit_code_and_traceback(
 def test_end_after_stop_request_is_a_stop(start: Start, tmp_path: Path, end: str) -> None:
     run(start(sys.executable, "-c", f"import os, sys; {end}", stop_requested=True))
     record = read_rank_records(tmp_path, [0])[0]
-    assert (record.ending, record.finished) == ("stopped", False)
-    assert record.reason is not None and "the command ended with" in record.reason
+    assert (record.ending, record.finished) == ("completed", False)
+    assert record.reason is not None and "after the stop request" in record.reason
+    observations = RankObservations(stop_requested=True)
+    (outcome,) = build_node_result("n1", 0, [0], {0: record}, observations).ranks
+    assert (outcome.ending, outcome.ended_by_script) == ("stopped", True)  # which no retry budget is charged for
+
+
+def test_program_killed_after_stop_request_is_charged(start: Start, tmp_path: Path) -> None:
+    run(start(sys.executable, "-c", "import os; os.kill(os.getpid(), 9)", stop_requested=True))
+    record = read_rank_records(tmp_path, [0])[0]
+    (outcome,) = build_node_result("n1", 0, [0], {0: record}, RankObservations(stop_requested=True)).ranks
+    assert (outcome.ending, outcome.ended_by_script) == ("stopped", False)
 
 
 def test_program_that_vanished_is_named(start: Start, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ TORCHRUN = {
     ("torchrun", "train.py", "--lr", "1"): ("python", "train.py", "--lr", "1"),
     ("torchrun", "--standalone", "--nproc-per-node=2", "train.py"): ("python", "train.py"),
     ("torchrun", "--nproc_per_node", "2", "-m", "pkg.train", "-x"): ("python", "-m", "pkg.train", "-x"),
+    ("/env/bin/torchrun", "train.py"): ("/env/bin/python", "train.py"),
     ("torchrun", "--no-python", "./run", "a"): ("./run", "a"),
     ("torchrun", "-r", "3", "-t", "3", "--", "train.py"): ("python", "train.py"),
     ("/env/bin/python", "-m", "torch.distributed.run", "train.py"): ("/env/bin/python", "train.py"),
@@ -61,6 +62,7 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
         (("torchrun", "--nnodes"), "the value is missing"),
         (("torchrun", "--nnodes=1"), "no program after its options"),
         (("mpirun", "-n", "4", "x"), "a launcher that clustertrain replaces"),
+        (("accelerate", "launch", "x.py"), "accelerate launch: a launcher that clustertrain replaces"),
         (("/usr/bin/deepspeed", "x.py"), "a launcher that clustertrain replaces"),
     ],
 )
