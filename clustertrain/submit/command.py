@@ -19,7 +19,17 @@ _SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
 # Options of Python and of shells with a value in the next argument.
 _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs", "-o", "-O", "--rcfile", "--init-file"})
 _IMPORT_TIMEOUT_S = 30.0
-_HAS_MODULE = "import importlib.util as u, sys; sys.exit(not u.find_spec(sys.argv[1]))"
+# Without importing a package that contains the module, which may take seconds.
+_HAS_MODULE = """
+import importlib.machinery, importlib.util, sys
+name, *parts = sys.argv[1].split(".")
+spec = importlib.util.find_spec(name)
+for part in parts:
+    name += "." + part
+    path = spec and spec.submodule_search_locations
+    spec = path and importlib.machinery.PathFinder.find_spec(name, path)
+sys.exit(not spec)
+"""
 
 
 def build_script_spec(request: SubmitRequest) -> ScriptSpec:
@@ -98,17 +108,20 @@ def _find_module(request: SubmitRequest, python: Path, module: str) -> Path | No
     """
     package = python_path.find_entry(module, python_path.list_search_folders([request.cwd]))
     if package is not None:
+        path = package.parent.joinpath(*module.split("."))
+        if not path.is_dir() and not path.with_name(f"{path.name}.py").is_file():
+            raise UsageError(f"-m {module}: no such module in {package.parent}", fix="check its name")
         return package
     try:
         result = proc.run(
-            [str(python), "-c", _HAS_MODULE, module.partition(".")[0]],
+            [str(python), "-c", _HAS_MODULE, module],
             timeout_s=_IMPORT_TIMEOUT_S, env=request.environ, cwd=request.cwd, check=False,
         )  # fmt: skip
     except CommandFailed:
         return None  # a slow file system: the job will tell
     if result.returncode:
         raise UsageError(
-            f"{python} has no module {module.partition('.')[0]}",
+            f"{python} has no module {module}",
             fix="activate the environment that has it, or name its Python by its path: -- /PATH/TO/python -m …",
         )
     return None

@@ -108,6 +108,8 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
         ((sys.executable, "missing.py"), "missing.py: no such file"),
         ((sys.executable, "pkg"), "pkg: it is a folder"),
         ((sys.executable, "-m", "nosuchmodule.x"), "has no module nosuchmodule"),
+        ((sys.executable, "-m", "json.nope"), "has no module json.nope"),
+        ((sys.executable, "-m", "pkg.sub.nope"), "no such module in"),
         (("./train.py",), "it cannot be executed"),
         (("./nothing",), "./nothing: no such file"),
         (("./pkg",), "./pkg: it is a folder"),
