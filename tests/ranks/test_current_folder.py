@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-import clustertrain
 
 pytestmark = pytest.mark.ranks
 MODULES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecustomize", "usercustomize")
@@ -38,10 +35,3 @@ def test_no_module_of_current_folder_is_imported(args: tuple[str, ...], tmp_path
     )
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_python_modules_start_through_python_module_argv() -> None:
-    """Only :func:`clustertrain.proc.python_module_argv` may write ``-m``."""
-    package = Path(clustertrain.__file__).parent
-    paths = [str(p) for p in package.rglob("*.py") if re.search(r'"-m"', p.read_text()) and p.name != "proc.py"]
-    assert paths == []

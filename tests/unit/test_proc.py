@@ -1,0 +1,39 @@
+"""Starting child processes."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.paths import ROOT
+
+
+def _starts_module(tree: ast.AST) -> bool:
+    """Return whether a list in the source has ``-m`` after another argument, as in ``[python, "-m", module]``."""
+    return any(
+        isinstance(element, ast.Constant) and element.value == "-m"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.List | ast.Tuple)
+        for element in node.elts[1:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "starts"),
+    [
+        ('[python, "-m", module]', True),
+        ('(sys.executable, "-P", "-m", module)', True),
+        ('[*python, *(["-m"] if is_module else []), program]', False),
+        ('argument in ("-m", "--")', False),
+    ],
+)
+def test_lists_that_start_modules_are_recognized(source: str, starts: bool) -> None:
+    assert _starts_module(ast.parse(source)) is starts
+
+
+def test_python_modules_start_through_python_module_argv() -> None:
+    """Only :func:`clustertrain.proc.python_module_argv` writes ``-m``: a call without ``-P`` imports from the cwd."""
+    package = ROOT / "clustertrain"
+    paths = [p for p in package.rglob("*.py") if _starts_module(ast.parse(p.read_text()))]
+    assert paths == [package / "proc.py"]
