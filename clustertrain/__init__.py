@@ -6,14 +6,19 @@ is imported when a session is opened.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from clustertrain.rank_hooks.clustertrain_hooks.attach import Job, attach
     from clustertrain.train.session.session import Session, session
     from clustertrain.train.stability.clipping import Clipping
 
 __version__ = "0.1.0"
-__all__ = ["Clipping", "Session", "__version__", "session"]
+__all__ = ["Clipping", "Job", "Session", "__version__", "attach", "session"]
 
 
 def __getattr__(name: str) -> object:
@@ -22,8 +27,18 @@ def __getattr__(name: str) -> object:
         from clustertrain.train.session import session
 
         return getattr(session, name)
+    if name in ("Job", "attach"):
+        return getattr(_import_hooks("attach"), name)
     if name == "Clipping":
         from clustertrain.train.stability import clipping
 
         return clipping.Clipping
     raise AttributeError(f"module 'clustertrain' has no attribute {name!r}")
+
+
+def _import_hooks(name: str) -> ModuleType:
+    """Import a module of ``clustertrain_hooks`` from where the ranks of a command find it, so that it exists once."""
+    folder = str(Path(__file__).with_name("rank_hooks"))
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(f"clustertrain_hooks.{name}")

@@ -20,7 +20,7 @@ from clustertrain import fsio, proc, settings
 from clustertrain.agent import rank_exec
 from clustertrain.agent.node_result import CRASH_SIGNALS
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
-from clustertrain.run.results import ErrorInfo, FailureKind, RankResult
+from clustertrain.run.results import ErrorInfo, FailureKind, RankResult, parse_rank_result
 from clustertrain.scheduler.rendezvous import Rendezvous
 
 _TAIL_BYTES = 16_384
@@ -94,6 +94,10 @@ class CommandRanks:
         if path.exists():  # the program has opened a session of clustertrain
             return
         record = build_record(rank, code, self._stop_requested(), self._logs[rank])
+        progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")
+        if isinstance(progress, dict):  # of the hooks
+            steps = {name: progress.get(name) for name in ("step", "committed_step")}
+            record = parse_rank_result({**msgspec.to_builtins(record), **steps}) or record
         try:
             fsio.write_json(path, msgspec.to_builtins(record))
         except OSError as e:  # a full /tmp: the rank counts as killed, and the other ranks are still watched

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+import clustertrain
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
 from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
@@ -28,6 +29,7 @@ from clustertrain.agent.node_result import (
 )
 from clustertrain.agent.rank_monitor import RankMonitor
 from clustertrain.agent.signals import Signals
+from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
 from clustertrain.config.job import ScriptSpec
@@ -35,12 +37,13 @@ from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, Clust
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
-from clustertrain.run.run_spec import load_command
+from clustertrain.run.run_spec import load_command, load_spec
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in the batch process
+RANK_HOOKS = Path(clustertrain.__file__).with_name("rank_hooks")
 REQUEUE_GRACE_S = 300.0  # for a command to end after a requeue by hand, if the grace time is unknown
 
 
@@ -62,6 +65,7 @@ class NodeAgent:
         self.deadline = load_deadline(context.attempt.deadline)
         self.stop_deadline: float | None = None
         self.command_ranks: CommandRanks | None = None
+        self.stop_step: StopStepAgreement | None = None
         self.aborted = False
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
@@ -205,6 +209,8 @@ class NodeAgent:
         if script.path_index is not None:
             command[script.path_index] = str(context.run.code / script.path)
         env = self._build_environment(rdzv)
+        if load_spec(context.run).job.hooks:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
         if script.is_package:
             env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
         sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
@@ -287,6 +293,7 @@ class NodeAgent:
                 self.tracking.poll()
             if self.signals.first and self.stop_source is None:
                 self._handle_signals()
+            self._poll_stop_step()
             if self.aborted:
                 monitor.record_final_state(clock.monotonic())
             if self.aborted or self._is_overdue() or monitor.should_terminate(clock.monotonic()):
@@ -365,12 +372,23 @@ class NodeAgent:
             print(f"clustertrain agent: {e}; warning the ranks by signal", file=sys.stderr, flush=True)
             for process in proc.list_descendants():
                 proc.send_signal(process, signal.SIGTERM)
-        # With its own signals, Slurm reaches every process of the step.
-        if self.command_ranks is not None and source != f"signal:{signal.SIGTERM.name}":
-            self.command_ranks.send_signal(signal.SIGTERM)
+        if self.command_ranks is not None:
+            context = self.context
+            self.stop_step = StopStepAgreement(
+                context.attempt.stop_step, self.rank_dir, context.nodes, context.node_rank, context.ranks
+            )
         self.log.write("signal", node=self.context.node, source=source)
         if self.telemetry is not None:
             self.telemetry.suspend()
+
+    def _poll_stop_step(self) -> None:
+        """Let the ranks agree on a step to stop at; if they cannot, send them SIGTERM, as for a program of its own."""
+        if self.stop_step is None or self.command_ranks is None or self.stop_step.poll() == "pending":
+            return
+        # With its own signals, Slurm reaches every process of the step.
+        if self.stop_step.poll() == "impossible" and self.stop_source != f"signal:{signal.SIGTERM.name}":
+            self.command_ranks.send_signal(signal.SIGTERM)
+        self.stop_step = None
 
     def _is_overdue(self) -> bool:
         """Return whether a command has not ended by its deadline."""

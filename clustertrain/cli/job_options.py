@@ -128,6 +128,14 @@ _JOB_OPTIONS = (
         metavar="N",
         help="Maximum number of requeues; 0 disables them (default: 50).",
     ),
+    _option(
+        "Run",
+        "--no-hooks",
+        "hooks",
+        flag_value=False,
+        default=None,
+        help="Run a command without the hooks that see its steps and resume it.",
+    ),
     _option("Run", "--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700)."),
 )
 _OTHER_OPTIONS = (

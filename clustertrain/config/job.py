@@ -76,6 +76,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Folder for checkpoints, which are saved in ``<checkpoint_dir>/<run-id>``. Empty: the run folder."""
     max_requeues: int = 50
     """Most requeues of the run. 0: never requeue."""
+    hooks: bool = True
+    """Hook the frameworks that a command imports, to see its steps and to stop and resume it with its own
+    checkpoints."""
     share: bool = False
     """Let the group read the run folder (mode 0750 instead of 0700)."""
 

@@ -39,6 +39,11 @@ class AttemptDir:
         return self.path / "stop.json"
 
     @property
+    def stop_step(self) -> Path:
+        """The folder in which the agents agree on the step after which a command stops: ``agent/stop_step.py``."""
+        return self.path / "stop-step"
+
+    @property
     def requeue_request(self) -> Path:
         """Written by ``clustertrain requeue`` while the attempt runs: ``{"options": {…}}``."""
         return self.path / "requeue-request.json"

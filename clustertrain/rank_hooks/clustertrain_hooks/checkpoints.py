@@ -1,0 +1,136 @@
+"""Checkpoints of the frameworks: which are whole, and which one a restarted program continues from.
+
+A file is never loaded here: what it lacks shows in its structure and size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+
+from .rank import Rank, read_json, write_json
+
+_CHOICE_PATIENCE_S = 300.0  # for rank 0 to check large checkpoints on a slow filesystem
+_POLL_S = 0.05
+_choices: dict[str, int] = {}  # by framework: choices of this process, whose order is the same on all ranks
+
+
+def choose(rank: Rank, framework: str, list_candidates: Callable[[], Iterable[str]]) -> str | None:
+    """Return the checkpoint that rank 0 chooses, the same on all ranks; None if there is none.
+
+    Args:
+        list_candidates: called on rank 0; returns paths, newest first.
+    """
+    number = _choices[framework] = _choices.get(framework, 0) + 1
+    path = os.path.join(rank.attempt_dir, f"resume-{framework}-{number}.json")
+    is_in_run = rank.attempt > 0
+    if rank.rank == 0 or not is_in_run:
+        chosen = next((c for c in list_candidates() if _is_whole(c)), None)
+        if is_in_run:
+            write_json(path, {"path": chosen})
+        return chosen
+    give_up_at = time.monotonic() + _CHOICE_PATIENCE_S
+    while time.monotonic() < give_up_at:
+        answer = read_json(path)
+        if answer is not None:
+            published: str | None = answer["path"]
+            return published
+        os.listdir(os.path.dirname(path))  # an NFS client then asks its server for new files
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"rank 0 has chosen no checkpoint within {_CHOICE_PATIENCE_S:.0f} s: {path}")
+
+
+def _is_whole(path: str) -> bool:
+    """Return whether ``path`` is whole; print why if it is not."""
+    problem = find_problem(path)
+    if problem:
+        print(f"clustertrain: {path} is passed over: {problem}", flush=True)
+    return not problem
+
+
+def find_problem(path: str) -> str:
+    """Return why the checkpoint in ``path``, a file or a folder, is not whole; empty if it is."""
+    try:
+        if not os.path.exists(path):
+            return "it does not exist"
+        return _find_folder_problem(path) if os.path.isdir(path) else _find_file_problem(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def _find_folder_problem(folder: str) -> str:
+    names = set(os.listdir(folder))
+    if "checkpoint-is-incomplete.txt" in names:
+        return "its save was interrupted (checkpoint-is-incomplete.txt)"
+    if not names:
+        return "it is empty"
+    is_sharded = any(name.endswith(".distcp") for name in names)
+    if is_sharded and ".metadata" not in names:
+        return "it has no .metadata, which torch.distributed.checkpoint writes last"
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        problem = find_problem(path)
+        if not problem and name.endswith(".index.json"):
+            problem = _find_missing_shard(path, names)
+        if problem:
+            return f"{name}: {problem}"
+    return ""
+
+
+def _find_missing_shard(index: str, names: set[str]) -> str:
+    with open(index, encoding="utf-8") as file:
+        missing = sorted(set(json.load(file)["weight_map"].values()) - names)
+    return f"{len(missing)} of its files are missing, such as {missing[0]}" if missing else ""
+
+
+def _find_file_problem(path: str) -> str:
+    if path.endswith(".safetensors"):
+        return _find_safetensors_problem(path)
+    if path.endswith((".pt", ".pth", ".ckpt", ".bin")):
+        # torch.save writes a zip archive, whose directory of entries comes last.
+        return "" if zipfile.is_zipfile(path) or _is_legacy_pickle(path) else "it ends too early"
+    if path.endswith(".json"):
+        with open(path, encoding="utf-8") as file:
+            json.load(file)
+    return ""
+
+
+def _find_safetensors_problem(path: str) -> str:
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > size - 8:
+            return "it ends within its header"
+        header = json.loads(file.read(header_bytes))
+    end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    return "" if size >= 8 + header_bytes + end else f"it has {size} of {8 + header_bytes + end} bytes"
+
+
+def _is_legacy_pickle(path: str) -> bool:
+    """Return whether the file is a pickle, as torch.save before 1.6 wrote, with its last byte."""
+    with open(path, "rb") as file:
+        begin = file.read(2)
+        if os.path.getsize(path) < 3 or begin[:1] != b"\x80":
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"."
+
+
+def list_numbered(folder: str, pattern: str) -> list[str]:
+    """Return the entries of ``folder`` whose whole name matches ``pattern``, by its number, the highest first."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    numbered = [(int(match.group(1)), name) for name in names if (match := re.fullmatch(pattern, name))]
+    return [os.path.join(folder, name) for _, name in sorted(numbered, reverse=True)]
+
+
+def list_since(rank: Rank, paths: Iterable[str]) -> list[str]:
+    """Return the paths that were changed since the run began: an older one belongs to another run."""
+    began = os.path.getmtime(os.path.join(rank.run_dir, "attempts", "1", "attempt.json"))
+    return [path for path in paths if os.path.getmtime(path) >= began]

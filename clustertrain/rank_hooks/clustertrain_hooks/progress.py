@@ -1,0 +1,184 @@
+"""Steps, checkpoints and phases of this rank, as the frameworks' hooks report them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from typing import Any
+
+from . import heartbeat
+from .heartbeat import Heartbeat
+from .rank import Rank, find_rank
+from .records import Records
+
+_COLUMNS = frozenset({"step", "t", "step_s", "sum_step_s", "data_wait_s", "sum_data_wait_s"})
+_progress: Progress | None = None
+# Of the loaders' waits before the first step: when the first one began, and their sum in seconds.
+_first_wait: float | None = None
+_early_wait_s = 0.0
+
+
+def get_progress() -> Progress | None:
+    """Return the progress of this process, begun at the first call; None outside a run, and in children of a rank."""
+    global _progress  # noqa: PLW0603
+    if _progress is None:
+        rank = find_rank(os.environ)
+        if rank is None or multiprocessing.parent_process() is not None:
+            return None
+        _progress = Progress(rank, _first_wait)
+        _progress.wait_for_data(_early_wait_s)
+    return _progress if _progress.pid == os.getpid() else None
+
+
+def report_wait(begin: float) -> None:
+    """Report a wait of the program for its loader, from ``begin`` (monotonic, s) until now."""
+    global _first_wait, _early_wait_s  # noqa: PLW0603
+    seconds = time.monotonic() - begin
+    if _progress is None:
+        _first_wait = begin if _first_wait is None else _first_wait
+        _early_wait_s += seconds
+    elif _progress.pid == os.getpid():
+        _progress.wait_for_data(seconds)
+
+
+class Progress:
+    """The heartbeat of the rank, and rank 0's rows and events.
+
+    A framework with a step count of its own (:attr:`framework`) replaces the count of optimizer steps.
+    """
+
+    def __init__(self, rank: Rank, began: float | None = None) -> None:
+        """``began``: start of the first step (monotonic, s), if it is known."""
+        self.rank = rank
+        self.pid = os.getpid()
+        self.framework = ""
+        self.step = 0
+        self.data_wait_s = 0.0
+        self.wrote_row = False
+        self._heartbeat = Heartbeat(rank.rank_dir, rank.rank)
+        self._records = Records(rank) if rank.rank == 0 else None
+        self._began = began
+        self._row: dict[str, Any] = {}
+        self._next_values: dict[str, float] = {}
+        self._sum_step_s = self._sum_data_wait_s = 0.0
+        self._excluded_s = 0.0
+        self._committed_step: int | None = None
+        self._restored: tuple[str, float] | None = None
+
+    def begin(self) -> None:
+        """Report that the first step begins after ``self.step`` steps."""
+        self._began, self._excluded_s, self.data_wait_s = time.monotonic(), 0.0, 0.0
+        beat = self._heartbeat
+        beat.step, beat.phase, beat.step_began = self.step, heartbeat.TRAIN, self._began
+        beat.write()
+
+    def wait_for_data(self, seconds: float) -> None:
+        """Add the time that the program waited for its loader."""
+        self.data_wait_s += seconds
+
+    def end_step(self, step: int) -> None:
+        """Report that ``step`` optimizer steps are done."""
+        now = time.monotonic()
+        self._flush_row()
+        step_s = None if self._began is None else max(0.0, now - self._began - self._excluded_s)
+        if not self.wrote_row:
+            begin = time.time() - (step_s or 0.0)
+            self._write_event("first_step", t_begin=begin, step=step)
+            self.wrote_row = True
+        self.step, self._began, self._excluded_s = step, now, 0.0
+        self._row = {"step": step, "t": time.time(), **self._next_values}
+        self._next_values = {}
+        if step_s is not None:
+            self._sum_step_s += step_s
+            self._row.update(step_s=step_s, sum_step_s=round(self._sum_step_s, 6))
+        if self.data_wait_s:
+            self._sum_data_wait_s += self.data_wait_s
+            self._row.update(data_wait_s=self.data_wait_s, sum_data_wait_s=round(self._sum_data_wait_s, 6))
+        beat = self._heartbeat
+        beat.step, beat.phase, beat.step_began = step, heartbeat.TRAIN, now
+        beat.data_wait_s += self.data_wait_s
+        self.data_wait_s = 0.0
+        beat.write()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Add the numbers in ``values`` to the row of the newest step."""
+        self._row.update(_select_numbers(values))
+
+    def log_next(self, values: dict[str, Any]) -> None:
+        """Add the numbers in ``values`` to the row of the step that is under way."""
+        self._next_values.update(_select_numbers(values))
+
+    def exclude(self, seconds: float) -> None:
+        """Leave ``seconds`` out of the time of the current step: a checkpoint or an evaluation."""
+        self._excluded_s += seconds
+
+    def enter(self, phase: int) -> None:
+        self._heartbeat.phase = phase
+        self._heartbeat.write()
+
+    def record_evaluation(self, seconds: float) -> None:
+        self.exclude(seconds)
+        self.data_wait_s = 0.0  # of the evaluation's loader
+        self._write_event("evaluation", t_begin=time.time() - seconds, step=self.step, eval_s=seconds)
+        self.enter(heartbeat.TRAIN)
+
+    def record_checkpoint(self, path: str, stall_s: float, reason: str = "interval") -> None:
+        """Report that the program has saved a whole checkpoint of the newest step."""
+        self.exclude(stall_s)
+        self._committed_step = self.step
+        self._write_event(
+            "checkpoint", t_begin=time.time() - stall_s, step=self.step, stall_s=stall_s, save_s=stall_s,
+            reason=reason, path=path,
+        )  # fmt: skip
+        self._write_state()
+        self.enter(heartbeat.TRAIN)
+
+    def record_restore(self, step: int, path: str, seconds: float) -> None:
+        """Report that the program continues at ``step`` with the state in ``path``."""
+        self.step = step
+        self._write_event("restored", t_begin=time.time() - seconds, step=step, restore_s=seconds, path=path)
+
+    def note_restore(self, path: str, seconds: float) -> None:
+        """Note that the program has loaded ``path``, whose step is not known before the next step."""
+        self._restored = (path, seconds)
+
+    def begin_at(self, step: int) -> None:
+        """Report the steps that an earlier attempt had done, as the state of the optimizer shows."""
+        if step > 0:
+            path, seconds = self._restored or ("", 0.0)
+            self.record_restore(step, path, seconds)
+
+    def record_stop(self, step: int) -> None:
+        self._write_event("stop_agreed", step=step, save=True)
+
+    def close(self) -> None:
+        """Report that the training of this process is over."""
+        self._flush_row()
+        if self._records is not None:
+            self._records.flush()
+        self._write_state()
+        self._heartbeat.close()
+
+    def _flush_row(self) -> None:
+        if self._row and self._records is not None:
+            self._records.add_row(self._row)
+        self._row = {}
+
+    def _write_event(self, event: str, **fields: Any) -> None:
+        if self._records is not None:
+            if event != "first_step":
+                self._flush_row()
+            self._records.write_event(event, **fields)
+
+    def _write_state(self) -> None:
+        self.rank.write(f"progress-{self.rank.rank}.json", {"step": self.step, "committed_step": self._committed_step})
+
+
+def _select_numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers in ``values``, without those whose names are columns of every row."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _COLUMNS
+    }

@@ -1,0 +1,112 @@
+"""Programs of other frameworks, unmodified: they stop at one step on all ranks, save, and resume where they stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clustertrain.run import attempts
+from clustertrain.run.run_dir import RunDir
+from tests import runs
+from tests.paths import ROOT
+from tests.runs import LOCAL, Run
+
+pytestmark = pytest.mark.ranks
+PROGRAMS = ROOT / "tests" / "fixtures" / "programs"
+STEPS = 130
+Submit = Callable[..., Run]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    env |= {"CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+    submitted: list[Run] = []
+
+    def submit_program(name: str, *options: str, out: str = "out", arguments: tuple[str, ...] = ()) -> Run:
+        shutil.copy(PROGRAMS / name, folder)
+        (tmp_path / out).mkdir(exist_ok=True)
+        command = (sys.executable, name, str(tmp_path / out), str(STEPS), *arguments)
+        submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, "--", *command))
+        return submitted[-1]
+
+    yield submit_program
+    for run in submitted:
+        run.cancel_if_active()
+        run.wait_until_final()
+
+
+def list_steps(run: Run, attempt: int, rank: int) -> dict[int, str]:
+    """Return the losses that a rank printed in an attempt, by step."""
+    lines = (run.path / "attempts" / str(attempt) / "logs" / f"rank-{rank}.log").read_text().splitlines()
+    fields = [line.split() for line in lines if line.startswith("STEP ")]
+    return {int(step): loss[0] if loss else "" for _, step, *loss in fields}
+
+
+def assert_stopped_together(run: Run) -> int:
+    """Check that attempt 1 stopped at one step on both ranks and attempt 2 did the rest; return the step."""
+    stopped = [max(list_steps(run, 1, rank)) for rank in (0, 1)]
+    assert stopped[0] == stopped[1] < STEPS
+    for rank in (0, 1):
+        assert list(list_steps(run, 2, rank)) == list(range(stopped[0] + 1, STEPS + 1))
+    first, second = attempts.load_attempts(RunDir(run.path))
+    assert (first.last_step, first.committed_step, second.restored_step) == (stopped[0],) * 3
+    return stopped[0]
+
+
+PREEMPT = ("--set", "preemption_test.preempt_at_steps=[4]")
+
+
+@pytest.mark.parametrize("program", ["transformers_trainer.py", "attached_loop.py"])
+def test_preempted_program_has_the_losses_of_an_uninterrupted_one(submit: Submit, program: str) -> None:
+    run = submit(program, *PREEMPT)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert_stopped_together(run)
+    whole = submit(program, out="whole")
+    whole.complete()
+    assert list_steps(run, 1, 0) | list_steps(run, 2, 0) == list_steps(whole, 1, 0)
+    assert "where the time went" in run.call("status", run.id).stdout.lower()
+
+
+def test_lightning_stops_saves_and_resumes(submit: Submit) -> None:
+    run = submit("lightning_trainer.py", *PREEMPT)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert_stopped_together(run)
+
+
+def test_resume_flag_of_first_attempt_is_not_an_error(submit: Submit) -> None:
+    """With ``resume_from_checkpoint=True`` the Trainer itself refuses a folder without a checkpoint."""
+    run = submit("transformers_trainer.py", arguments=("--resume",))
+    run.complete()
+    assert "there is no checkpoint yet" in (run.path / "attempts" / "1" / "logs" / "rank-0.log").read_text()
+
+
+def test_own_handler_is_asked_and_its_steps_are_seen(submit: Submit) -> None:
+    run = submit("own_handler.py")
+    run.wait_for_step(20)
+    run.call("requeue", run.id)
+    run.complete()
+    first, second = attempts.load_attempts(RunDir(run.path))
+    stopped = max(list_steps(run, 1, 0))
+    assert stopped - 2 <= first.last_step <= stopped + 1  # the signal comes between a step and its line or row
+    assert second.restored_step == second.first_step - 1
+    assert (list(list_steps(run, 2, 0))[0], second.last_step) == (second.first_step, STEPS)
+
+
+def test_without_hooks_the_signal_ends_the_program(submit: Submit) -> None:
+    run = submit("lightning_trainer.py", "--no-hooks")
+    logs = [run.path / "attempts" / "1" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
+    run.wait_for(lambda _: all(p.exists() and "STEP 5 " in p.read_text() for p in logs), "steps in the logs")
+    assert not list((run.path / "metrics").iterdir())
+    run.call("cancel", run.id)
+    run.wait_until_final()

@@ -1,0 +1,120 @@
+"""Which checkpoints of other frameworks count as whole, and which one all ranks continue from."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
+from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
+
+
+def write_safetensors(path: Path, size: int = 64) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+
+
+def write_torch(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02.")
+        archive.writestr("archive/data/0", bytes(4096))
+
+
+def cut(path: Path, count: int) -> None:
+    os.truncate(path, path.stat().st_size - count)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint as transformers writes it."""
+    path = tmp_path / "checkpoint-7"
+    path.mkdir()
+    write_safetensors(path / "model-00001-of-00002.safetensors")
+    write_safetensors(path / "model-00002-of-00002.safetensors")
+    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    write_torch(path / "optimizer.pt")
+    (path / "trainer_state.json").write_text('{"global_step": 7}')
+    (path / "pytorch_model_fsdp_0").mkdir()
+    (path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(b"shard")
+    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"metadata")
+    return path
+
+
+def test_whole_checkpoint_has_no_problem(folder: Path) -> None:
+    assert checkpoints.find_problem(str(folder)) == ""
+    assert checkpoints.find_problem(str(folder / "optimizer.pt")) == ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda f: cut(f / "model-00001-of-00002.safetensors", 1), "model-00001-of-00002.safetensors: it has"),
+        (lambda f: os.truncate(f / "model-00001-of-00002.safetensors", 12), "it ends within its header"),
+        (lambda f: os.truncate(f / "model-00001-of-00002.safetensors", 0), "it ends within its header"),
+        (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "1 of its files are missing, such as model-00002"),
+        (lambda f: cut(f / "optimizer.pt", 30), "optimizer.pt: it ends too early"),
+        (lambda f: os.truncate(f / "optimizer.pt", 0), "optimizer.pt: it ends too early"),
+        (lambda f: (f / "trainer_state.json").write_text('{"global_step"'), "trainer_state.json: JSONDecodeError"),
+        (lambda f: (f / "checkpoint-is-incomplete.txt").touch(), "its save was interrupted"),
+        (lambda f: (f / "pytorch_model_fsdp_0" / ".metadata").unlink(), "it has no .metadata"),
+    ],
+)  # fmt: skip
+def test_damage_is_found(folder: Path, damage: object, problem: str) -> None:
+    damage(folder)  # type: ignore[operator]
+    assert problem in checkpoints.find_problem(str(folder))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"\xff" * 100], ids=["empty", "cut", "noise"])
+def test_file_that_is_no_checkpoint_is_not_whole(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content)
+    assert checkpoints.find_problem(str(path))
+    assert checkpoints.find_problem(str(tmp_path / "missing"))
+
+
+def test_newest_whole_one_is_chosen_for_all_ranks(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = tmp_path / "checkpoint-12"
+    newer.mkdir()
+    write_safetensors(newer / "model.safetensors")
+    cut(newer / "model.safetensors", 1)
+    attempt = tmp_path / "run" / "attempts" / "2"
+    attempt.mkdir(parents=True)
+    ranks = [
+        Rank(rank=r, world_size=2, attempt=2, run_dir=str(tmp_path / "run"), rank_dir=str(tmp_path)) for r in (0, 1)
+    ]
+    chosen: dict[int, str | None] = {}
+
+    def choose(rank: Rank) -> None:
+        def list_candidates() -> list[str]:
+            assert rank.rank == 0, "only rank 0 looks"
+            return checkpoints.list_numbered(str(tmp_path), r"checkpoint-(\d+)")
+
+        chosen[rank.rank] = checkpoints.choose(rank, "test", list_candidates)
+
+    checkpoints._choices.clear()
+    follower = threading.Thread(target=choose, args=(ranks[1],))
+    follower.start()
+    checkpoints._choices.clear()  # each rank is a process of its own
+    choose(ranks[0])
+    follower.join(30)
+    assert chosen == {0: str(folder), 1: str(folder)}
+    assert f"{newer} is passed over" in capsys.readouterr().out
+
+
+def test_checkpoints_from_before_the_run_do_not_count(tmp_path: Path, folder: Path) -> None:
+    record = tmp_path / "attempts" / "1" / "attempt.json"
+    record.parent.mkdir(parents=True)
+    record.touch()
+    rank = Rank(rank=0, world_size=1, attempt=2, run_dir=str(tmp_path), rank_dir=str(tmp_path))
+    os.utime(folder, (1, 1))
+    assert checkpoints.list_since(rank, [str(folder)]) == []
+    os.utime(folder)
+    assert checkpoints.list_since(rank, [str(folder)]) == [str(folder)]
