@@ -120,9 +120,9 @@ class StopStepAgreement:
     def _find_answer(self, rank: int, step: int) -> _Answer:
         """Return the rank's answer to the newest proposal, or to an earlier one.
 
-        A rank that has done the proposed step without an answer had looked before the proposal was there. It may wait in
-        a collective of its next step for a rank that waits at the proposed one, so the agent refuses in its place. If
-        the rank answers after all, it learns of the next proposal where it waits.
+        A rank that has done the proposed step without an answer had looked before the proposal was there. It may wait
+        in a collective of its next step for a rank that waits at the proposed one, so the agent refuses in its place.
+        If the rank answers after all, it learns of the next proposal where it waits.
         """
         document = fsio.read_json(self._rank_dir / f"stop-answer-{rank}.json")
         answer = json_files.convert_leniently(document, _Answer) or _Answer()

@@ -243,6 +243,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     bytes: int | None = None
     reason: str | None = None
     """`interval`, `best`, `stop`, `end`."""
+    path: str | None = None
+    """Where another framework wrote it; None in the run's own folder."""
 
 
 class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_interval"):
