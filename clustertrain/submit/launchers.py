@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from clustertrain.errors import UsageError
+from clustertrain.submit.accelerate_launch import read_accelerate
 from clustertrain.submit.command import is_python
 from clustertrain.submit.request import SubmitRequest
 
-_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate launch",
+}
 
 # Options of torchrun (torch 2.13) by what becomes of them.
 _SIZES = {"nnodes": "nodes", "nproc-per-node": "gpus"}
@@ -31,7 +37,6 @@ _UNSUPPORTED = {
     "virtual-local-rank": "let the program read LOCAL_RANK",
 }
 _OTHER_LAUNCHERS = {
-    "accelerate launch": "name the script itself: -- python SCRIPT ARGS; its configuration file is not read",
     "deepspeed": "name the script itself: -- python SCRIPT ARGS",
     "mpirun": "name the program itself; clustertrain starts a process for each GPU",
     "mpiexec": "name the program itself; clustertrain starts a process for each GPU",
@@ -58,21 +63,27 @@ def replace_launcher(request: SubmitRequest) -> Translation:
         return Translation(request)
     name, arguments = _split_launcher(request.command)
     if name == "accelerate" and arguments[:1] == ["launch"]:
-        name = "accelerate launch"
+        name, arguments = "accelerate launch", arguments[1:]
     if name in _OTHER_LAUNCHERS:
         raise UsageError(f"{name}: a launcher that clustertrain replaces", fix=_OTHER_LAUNCHERS[name])
-    if name != "torchrun":
+    if name not in _LAUNCHER_MODULES.values():
         return Translation(request)
-    sizes, kinds, program = _parse_torchrun(arguments)
-    job = _merge_sizes(request.job, sizes)
     program_path = PurePath(request.command[0])
-    # torchrun's own environment: /env/bin/torchrun stands beside /env/bin/python.
-    python = [request.command[0] if is_python(program_path.name) else str(program_path.with_name("python"))]
+    # The launcher's own environment: /env/bin/torchrun stands beside /env/bin/python.
+    python = request.command[0] if is_python(program_path.name) else str(program_path.with_name("python"))
+    note = f"{name} is replaced by clustertrain's own launch, with the same environment for each rank"
+    if name == "accelerate launch":
+        env, sizes, program = read_accelerate(request, _find_python(request, python), arguments)
+        translated = dataclasses.replace(
+            request, command=tuple(program), job=_merge_sizes(name, request.job, sizes), env={**env, **request.env}
+        )
+        return Translation(translated, (note,))
+    sizes, kinds, program = _parse_torchrun(arguments)
+    job = _merge_sizes(name, request.job, sizes)
     if not program:
         raise UsageError("torchrun: no program after its options", fix="name the script: -- torchrun SCRIPT ARGS")
     if "no-python" not in kinds:
-        program = [*python, *(["-m"] if "module" in kinds else []), *program]
-    note = "torchrun is replaced by clustertrain's own launch, with the same environment for each rank"
+        program = [python, *(["-m"] if "module" in kinds else []), *program]
     return Translation(dataclasses.replace(request, command=tuple(program), job=job), (note,))
 
 
@@ -83,8 +94,8 @@ def _split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
         options = [a for a in arguments[:2] if a != "-u"]
         if options[:1] == ["-m"] or arguments[:1] == ["-m"]:
             at = arguments.index("-m")
-            if arguments[at + 1 : at + 2] and arguments[at + 1] in _TORCHRUN_MODULES:
-                return "torchrun", arguments[at + 2 :]
+            if arguments[at + 1 : at + 2] and arguments[at + 1] in _LAUNCHER_MODULES:
+                return _LAUNCHER_MODULES[arguments[at + 1]], arguments[at + 2 :]
         return "", arguments
     return name, arguments
 
@@ -119,11 +130,19 @@ def _parse_torchrun(arguments: Sequence[str]) -> tuple[dict[str, str], set[str],
     return sizes, kinds, rest
 
 
-def _merge_sizes(job: Mapping[str, Any], sizes: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``job`` with the number of nodes and ranks that torchrun was given.
+def _find_python(request: SubmitRequest, python: str) -> str:
+    """Return the path of ``python``, the interpreter beside a launcher that may be a bare name."""
+    found = shutil.which(python, path=request.environ.get("PATH")) if "/" not in python else str(request.cwd / python)
+    if found is None:
+        raise UsageError(f"{python}: not in PATH", fix="activate the environment of the program")
+    return found
+
+
+def _merge_sizes(launcher: str, job: Mapping[str, Any], sizes: Mapping[str, str]) -> dict[str, Any]:
+    """Return ``job`` with the number of nodes and ranks that the launcher was given, in torchrun's words.
 
     Raises:
-        UsageError: the options contradict torchrun's.
+        UsageError: the options contradict the launcher's.
     """
     merged = dict(job)
     for option, text in sizes.items():
@@ -137,6 +156,6 @@ def _merge_sizes(job: Mapping[str, Any], sizes: Mapping[str, str]) -> dict[str, 
         number = int(text)
         if merged.setdefault(key, number) != number:
             raise UsageError(
-                f"--{key} {merged[key]} contradicts torchrun --{option} {number}", fix="remove one of them"
+                f"--{key} {merged[key]} contradicts {launcher}, which was given {number}", fix="remove one of them"
             )
     return merged

@@ -56,13 +56,12 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
     ("command", "message"),
     [
         (("torchrun", "--nnodes", "1:4", "x.py"), "a range of sizes cannot be honored"),
-        (("torchrun", "--nproc-per-node", "4", "x.py"), "--gpus 2 contradicts torchrun --nproc-per-node 4"),
+        (("torchrun", "--nproc-per-node", "4", "x.py"), "--gpus 2 contradicts torchrun, which was given 4"),
         (("torchrun", "--numa-binding=node", "x.py"), "--numa-binding: cannot be honored"),
         (("torchrun", "--elastic", "x.py"), "not an option of torchrun"),
         (("torchrun", "--nnodes"), "the value is missing"),
         (("torchrun", "--nnodes=1"), "no program after its options"),
         (("mpirun", "-n", "4", "x"), "a launcher that clustertrain replaces"),
-        (("accelerate", "launch", "x.py"), "accelerate launch: a launcher that clustertrain replaces"),
         (("/usr/bin/deepspeed", "x.py"), "a launcher that clustertrain replaces"),
     ],
 )
