@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, cli_speed, marks, nvml_calls, planner, sockets, step_overhead, telemetry
+from benchmarks import checkpoint, cli_speed, marks, nvml_calls, planner, rank_hooks, sockets, step_overhead, telemetry
 from benchmarks.measure import CannotRun
 
 BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
@@ -18,6 +18,10 @@ BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "marks": (marks.main, "cost of progress reports per step, and of `status` on a run of a million steps"),
     "nvml_calls": (nvml_calls.main, "cost of each NVML call; needs a GPU"),
     "planner": (planner.main, "predictions, against published configurations; writes docs/explanation/planner.md"),
+    "rank_hooks": (
+        rank_hooks.main,
+        "cost of the hooks in a command's ranks, per start and step, against the bare program",
+    ),
     "sockets": (sockets.main, "sockets per rank and latency of the control groups, against full gloo groups"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer, against a bare PyTorch loop"),
     "telemetry": (telemetry.main, "cost of the sampler, bytes per value, and time for a report of 1,024 GPUs"),

@@ -12,12 +12,13 @@ import sys
 def _run_next() -> None:
     """Run the ``sitecustomize`` that Python would have found without this folder."""
     from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
 
     folder = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p or ".") != folder])
     if spec is None or spec.loader is None:
         return
+    from importlib.util import module_from_spec  # only here: it takes milliseconds
+
     module = module_from_spec(spec)
     sys.modules["sitecustomize"] = module
     spec.loader.exec_module(module)
