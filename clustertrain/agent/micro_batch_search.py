@@ -157,7 +157,7 @@ def _run_ranks(
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
     rdzv = rendezvous.publish(attempt.rendezvous, scratch_run.LOOPBACK)
     program = ("clustertrain.train.tools.micro_batch_probe", "--limit-bytes", str(int(DEFAULT_CPU_GIB * GIB)))
-    argv = torchrun.build_command(rdzv, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
+    argv = torchrun.build_command(rdzv, program, len(ranks), python=prepared.python.ranks.path, log_dir=attempt.logs)
     env, log = scratch_run.build_environment(prepared, run, environ), attempt.logs / "torchrun.log"
     has_timed_out = _FailureTimeout(run.path, ranks)
 

@@ -96,7 +96,7 @@ def diagnose(
             _without_side_effects(prepared), Layout(), _one_micro_batch_per_step(prepared), Path(folder)
         )
         env = scratch_run.build_environment(prepared, run, environ)
-        argv = proc.python_module_argv(prepared.python, "clustertrain.diagnose.child", *checks)
+        argv = proc.python_module_argv(prepared.python.ranks.path, "clustertrain.diagnose.child", *checks)
         log_path = Path(folder) / "stderr.log"
         device, findings = "", []
         with scratch_run.interruptible() as raise_if_interrupted:
