@@ -41,8 +41,7 @@ def is_installed(package: str) -> bool:
 
 def install_command(package: str, python: str = "") -> str:
     """Return the command that installs the extra of ``package`` for the interpreter ``python``, by default this one."""
-    pip = "pip" if python in ("", sys.executable) else f"{python} -m pip"
-    return f"{pip} install 'clustertrain[{EXTRAS[package]}]'"
+    return f"{python or sys.executable} -m pip install 'clustertrain[{EXTRAS[package]}]'"
 
 
 def missing(package: str, needed_by: str, python: str = "", *, alternative: str = "") -> UnsuitableEnvironment:

@@ -31,6 +31,7 @@ from clustertrain.plan.search.micro_batch import (
 from clustertrain.run.results import NodeResult
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
+from clustertrain.submit import checks
 from clustertrain.submit.preflight import data
 from clustertrain.submit.prepared_run import PreparedRun
 
@@ -68,9 +69,10 @@ def find_micro_batch(
 
     Raises:
         UsageError: the run has a script.
-        UnsuitableEnvironment: this process is not on a node of an allocation.
+        UnsuitableEnvironment: this process is not on a node of an allocation, or the job's Python lacks torch.
         ConfigError: the data cannot be used, or this machine's ranks cannot represent the layout.
     """
+    checks.check_job_python(prepared)
     spec, plan = prepared.spec, prepared.plan
     ranks = _local_world_size(prepared, environ)
     search, description = build_trial_search(plan, spec.recipe, ranks)
