@@ -29,7 +29,7 @@ EXTRAS: Mapping[str, str] = {
     "torchao": "fp8",
 }
 """Extra by the name under which its package is imported."""
-MIN_TORCH = (2, 11)
+MIN_TORCH = (2, 10)
 """Oldest version of torch with which the trainer runs, as in the extra ``train``."""
 
 

@@ -115,3 +115,12 @@ def test_session_names_the_extra(base: BaseInstall) -> None:
     output = base.run_python("session.py").stdout
     assert "clustertrain.session: the package torch is not installed" in output
     assert f"{base.python} -m pip install 'clustertrain[train]'" in output
+
+
+def test_agent_without_torch_names_the_extra(base: BaseInstall) -> None:
+    """The set-up of a profile may have promised a torch that it does not bring."""
+    done = base.run_python("-m", "clustertrain.agent.die_with_parent", str(os.getpid()), "torch.distributed.run")
+    assert done.returncode == 1
+    assert done.stdout == (
+        f"torchrun: the package torch is not installed; fix: {base.python} -m pip install 'clustertrain[train]'\n"
+    )
