@@ -22,17 +22,20 @@ __all__ = ["Clipping", "Job", "Session", "__version__", "attach", "session"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Session", "session"):
+    if name in __all__:
         # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
+        from clustertrain import extras
+
+        extras.require("torch", f"clustertrain.{name}")
+        if name == "Clipping":
+            from clustertrain.train.stability import clipping
+
+            return clipping.Clipping
         from clustertrain.train.session import session
 
         return getattr(session, name)
     if name in ("Job", "attach"):
         return getattr(_import_hooks("attach"), name)
-    if name == "Clipping":
-        from clustertrain.train.stability import clipping
-
-        return clipping.Clipping
     raise AttributeError(f"module 'clustertrain' has no attribute {name!r}")
 
 

@@ -11,7 +11,8 @@ import os
 import runpy
 import sys
 
-from clustertrain import proc, settings
+from clustertrain import extras, proc, settings
+from clustertrain.errors import UnsuitableEnvironment
 
 
 def main() -> None:
@@ -22,6 +23,10 @@ def main() -> None:
     # Garbage collections during the import of torch and at exit take 40% of torchrun's CPU time and free nothing. The
     # exit may be part of the grace time.
     gc.disable()
+    try:
+        extras.require("torch", "torchrun")
+    except UnsuitableEnvironment as e:
+        sys.exit(f"{e.message}; fix: {e.fix}")
     importlib.util.find_spec(module)  # imports the packages that contain it, here torch and torch.distributed
     gc.freeze()
     gc.enable()

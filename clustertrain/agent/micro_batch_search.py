@@ -31,6 +31,7 @@ from clustertrain.plan.search.micro_batch import (
 from clustertrain.run.results import NodeResult
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
+from clustertrain.submit import checks
 from clustertrain.submit.preflight import data
 from clustertrain.submit.prepared_run import PreparedRun
 
@@ -68,9 +69,10 @@ def find_micro_batch(
 
     Raises:
         UsageError: the run has a script.
-        UnsuitableEnvironment: this process is not on a node of an allocation.
+        UnsuitableEnvironment: this process is not on a node of an allocation, or the job's Python lacks torch.
         ConfigError: the data cannot be used, or this machine's ranks cannot represent the layout.
     """
+    checks.check_job_python(prepared)
     spec, plan = prepared.spec, prepared.plan
     ranks = _local_world_size(prepared, environ)
     search, description = build_trial_search(plan, spec.recipe, ranks)
@@ -157,7 +159,7 @@ def _run_ranks(
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
     rdzv = rendezvous.publish(attempt.rendezvous, scratch_run.LOOPBACK)
     program = ("clustertrain.train.tools.micro_batch_probe", "--limit-bytes", str(int(DEFAULT_CPU_GIB * GIB)))
-    argv = torchrun.build_command(rdzv, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
+    argv = torchrun.build_command(rdzv, program, len(ranks), python=prepared.python.ranks.path, log_dir=attempt.logs)
     env, log = scratch_run.build_environment(prepared, run, environ), attempt.logs / "torchrun.log"
     has_timed_out = _FailureTimeout(run.path, ranks)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from clustertrain import clock, proc
+from clustertrain import clock, extras, proc
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run import json_files
@@ -113,7 +113,7 @@ class NodeTelemetry:
     def compact_earlier(self) -> None:
         """Start a low-priority compaction of the files of earlier attempts."""
         folders = [a.telemetry for a in self._run.attempts() if a.n < self._attempt.n]
-        if folders:
+        if folders and extras.is_installed("pyarrow"):
             self._earlier_compaction = self._start_compaction(folders)
 
     def stop(self, timeout_s: float = STOP_S) -> None:
@@ -131,7 +131,13 @@ class NodeTelemetry:
 
     def compact(self, interrupted: Callable[[], bool]) -> None:
         """Compact this attempt's files until ``interrupted``. Call it after :meth:`stop`, never in a grace time."""
-        child = self._start_compaction([self._folder]) if self._should_compact() else None
+        if not self._should_compact():
+            return
+        if not extras.is_installed("pyarrow"):  # the samples stay as they are, and a later attempt may compact them
+            hint = extras.install_command("pyarrow")
+            self._log.write("telemetry_not_compacted", reason=f"the package pyarrow is not installed: {hint}")
+            return
+        child = self._start_compaction([self._folder])
         if child is None:
             return
         deadline = clock.monotonic() + COMPACTION_S

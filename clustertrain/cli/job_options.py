@@ -119,6 +119,12 @@ _JOB_OPTIONS = (
     _option("Scheduler", "--nodelist", metavar="NODES", help="Nodes to use."),
     _option("Scheduler", "--reservation", metavar="NAME", help="Slurm reservation."),
     _option("Scheduler", "--dependency", metavar="LIST", help="Jobs to wait for, for example afterok:123."),
+    _option(
+        "Run",
+        "--python",
+        metavar="PATH",
+        help="Python of the ranks: a path, or a name in your PATH (default: the profile's, otherwise submit's own).",
+    ),
     _option("Run", "--name", metavar="NAME", help="First part of the run id (default: the recipe's or script's name)."),
     _option("Run", "--checkpoint-dir", metavar="DIR", help="Write checkpoints to DIR/<run-id>."),
     _option(

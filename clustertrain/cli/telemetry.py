@@ -121,8 +121,11 @@ def _write_page(run: RunDir, summary: Summary, html: str) -> None:
 
 def _write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet: str | None) -> None:
     """Write the CSV and Parquet files. Raise ConfigError if one cannot be written, UsageError if no GPU matches."""
+    from clustertrain import extras
     from clustertrain.cli.progress import ProgressBar
     from clustertrain.telemetry.analysis.summarize import select_records
+
+    extras.require("pyarrow", f"telemetry {'--csv' if csv is not None else '--parquet'}")
     from clustertrain.telemetry.export import table
 
     parts, gpu_filter = select_records(run, request)

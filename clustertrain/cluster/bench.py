@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertrain import clock, proc
+from clustertrain import clock, extras, proc
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.config.parsing.documents import build
@@ -87,6 +87,9 @@ class _BenchRunner:
             *proc.python_module_argv(self.target.python, f"clustertrain.cluster.{module}", *args),
         ]
         output, failure = _run_measurement(argv, self.target.env)
+        if "No module named 'torch'" in failure:
+            error = extras.missing("torch", "the measurement", self.target.python)
+            failure = f"{error.message}; {error.fix}"
         if required_key not in output:
             self.failures.append(f"{description}: {failure or 'ended without a result'}")
         return output

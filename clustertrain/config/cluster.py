@@ -59,7 +59,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     setup: tuple[str, ...] = ()
     """Shell lines that the job script runs first, for example ``module load`` or ``conda activate``."""
     python: str = ""
-    """Absolute path of the interpreter on the compute nodes. Empty: the one that runs ``submit``."""
+    """Absolute path of the ranks' interpreter on the compute nodes. Empty: see ``job.python``."""
     partition: str = ""
     """Default partition. Empty: Slurm's."""
     account: str = ""

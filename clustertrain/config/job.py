@@ -41,6 +41,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Ranks that share a replica. 0: inferred from the other degrees."""
     backend: BackendName = "auto"
     """Where to run. ``"auto"``: Slurm if it is installed, otherwise this machine unless the job needs a cluster."""
+    python: str = ""
+    """Interpreter of the ranks: a path or the name of a command. Empty: the profile's, otherwise the one that runs
+    ``submit``, or ``python`` of your shell if only that has torch."""
     cluster: str = ""
     """Name of the cluster profile. Empty: ``$CLUSTERTRAIN_CLUSTER``, otherwise none."""
     device: Device = "auto"

@@ -12,7 +12,6 @@ from typing import Literal
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "adafactor", "lion", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"
 ]
-_EXTRA = "optimizers"
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,7 @@ class OptimizerEntry:
     module: str
     class_name: str
     package: str = ""
-    """Package that the user installs with ``extra``. Empty: torch has the optimizer."""
-    extra: str = ""
-    """Optional dependency group (extra) of clustertrain that installs ``package``."""
+    """Package with the optimizer (``extras.EXTRAS``). Empty: torch has it."""
     reads_betas: bool = True
     reads_eps: bool = True
     """Whether the optimizer, or the AdamW beside it, uses ``optim.eps``."""
@@ -56,11 +53,11 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
         has_shape_dependent_state=True,
     ),
     "lion": OptimizerEntry(
-        "pytorch_optimizer", "Lion", "pytorch_optimizer", _EXTRA, reads_eps=False, default_betas=(0.9, 0.99),
+        "pytorch_optimizer", "Lion", "pytorch_optimizer", reads_eps=False, default_betas=(0.9, 0.99),
     ),
-    "lamb": OptimizerEntry("pytorch_optimizer", "Lamb", "pytorch_optimizer", _EXTRA, needs_unsharded=True),
+    "lamb": OptimizerEntry("pytorch_optimizer", "Lamb", "pytorch_optimizer", needs_unsharded=True),
     "lars": OptimizerEntry(
-        "pytorch_optimizer", "LARS", "pytorch_optimizer", _EXTRA, reads_betas=False, reads_eps=False,
+        "pytorch_optimizer", "LARS", "pytorch_optimizer", reads_betas=False, reads_eps=False,
         reads_momentum=True, needs_unsharded=True, has_coupled_decay=True, scales_lr_linearly=True,
     ),
     "muon": OptimizerEntry(
@@ -68,15 +65,15 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
         has_shape_dependent_state=True,
     ),
     "soap": OptimizerEntry(
-        "pytorch_optimizer", "SOAP", "pytorch_optimizer", _EXTRA, default_betas=(0.95, 0.95), needs_unsharded=True,
+        "pytorch_optimizer", "SOAP", "pytorch_optimizer", default_betas=(0.95, 0.95), needs_unsharded=True,
         has_shape_dependent_state=True,
     ),
     "shampoo": OptimizerEntry(
-        "pytorch_optimizer", "Shampoo", "pytorch_optimizer", _EXTRA, needs_unsharded=True, matrices_only=True,
+        "pytorch_optimizer", "Shampoo", "pytorch_optimizer", needs_unsharded=True, matrices_only=True,
         has_shape_dependent_state=True, has_coupled_decay=True,
     ),
     "adamw8bit": OptimizerEntry(
-        "clustertrain.train.optim.adamw8bit", "AdamW8bit", "torchao", _EXTRA, needs_unsharded=True,
+        "clustertrain.train.optim.adamw8bit", "AdamW8bit", "torchao", needs_unsharded=True,
         has_shape_dependent_state=True,
     ),
 }  # fmt: skip

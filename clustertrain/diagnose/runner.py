@@ -23,6 +23,7 @@ from clustertrain.config.tracking import TrackingSpec
 from clustertrain.diagnose.registry import Finding, Verdict, overall_verdict
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
 from clustertrain.plan.layout import Batch, Layout
+from clustertrain.submit import checks
 from clustertrain.submit.preflight import data
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
@@ -58,7 +59,7 @@ def prepare_diagnosis(recipe: str, assignments: Sequence[str], environ: Mapping[
 
     Raises:
         UsageError: ``recipe`` is not a .toml file.
-        ConfigError: the recipe or profile is invalid, or the data is missing.
+        ConfigError: the recipe or profile is invalid, the data is missing, or the job's Python lacks torch.
     """
     if not recipe.endswith(".toml"):
         raise UsageError(
@@ -69,6 +70,7 @@ def prepare_diagnosis(recipe: str, assignments: Sequence[str], environ: Mapping[
         target=recipe, job=_SINGLE_PROCESS_JOB, assignments=(*assignments, *_DISABLED_OPTIONS), environ=environ
     )
     prepared = prepare(submit_request, purpose="here")
+    checks.check_job_python(prepared)
     data.check_data(prepared)
     return prepared
 
@@ -96,7 +98,7 @@ def diagnose(
             _without_side_effects(prepared), Layout(), _one_micro_batch_per_step(prepared), Path(folder)
         )
         env = scratch_run.build_environment(prepared, run, environ)
-        argv = proc.python_module_argv(prepared.python, "clustertrain.diagnose.child", *checks)
+        argv = proc.python_module_argv(prepared.python.ranks.path, "clustertrain.diagnose.child", *checks)
         log_path = Path(folder) / "stderr.log"
         device, findings = "", []
         with scratch_run.interruptible() as raise_if_interrupted:

@@ -25,7 +25,7 @@ from clustertrain.config.checks.cross_checks import check_contract
 from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.parsing import time_limits
 from clustertrain.config.recipe import PreemptionTestSpec
-from clustertrain.errors import ConfigError, UsageError
+from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan import script_checks
 from clustertrain.plan.checks import check_fp16
 from clustertrain.plan.planner import check_fits
@@ -114,21 +114,6 @@ def _check_script_keys(document: Mapping[str, Any], script: str, prefix: str = "
             )
 
 
-_LAYOUT_OPTIONS = ("layout", "tp", "cp", "pp", "dp_replicate", "dp_shard")
-
-
-def check_command_layout(parsed: ParsedRecipe) -> None:
-    """Refuse options for the layout with a command, which decides it itself."""
-    if parsed.script is None or not parsed.script.command:
-        return
-    given = [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if name in parsed.request.job]
-    if given:
-        raise UsageError(
-            f"{', '.join(given)}: no effect on {parsed.script.name}, which decides its own layout",
-            fix="pass the program its own options for it, after the command",
-        )
-
-
 def check_schema(parsed: ParsedRecipe) -> None:
     """Refuse unknown keys, wrong types, values out of range and tables that contradict each other."""
     parsed.values  # noqa: B018 - typed on first access
@@ -196,6 +181,22 @@ def check_traceable(parsed: ParsedRecipe) -> None:
 
 
 # -- the resolved run
+
+
+_LAYOUT_OPTIONS = ("layout", "tp", "cp", "pp", "dp_replicate", "dp_shard")
+
+
+def check_command_layout(run: ResolvedRun) -> None:
+    """Refuse options for the layout with a command or a script without a session, which decides it itself."""
+    script = run.spec.script
+    if script is None or not script.command:
+        return
+    given = [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if name in run.parsed.request.job]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: no effect on {script.name}, which decides its own layout",
+            fix="pass the program its own options for it, after the command",
+        )
 
 
 def check_cpu_fp16(run: ResolvedRun) -> None:
@@ -281,10 +282,25 @@ def check_alerts(prepared: PreparedRun) -> Notes:
     return alerts.check_run_alerts(prepared.spec)
 
 
+def check_job_python(prepared: PreparedRun) -> Notes:
+    """Refuse a recipe or a script with a session if the ranks' Python lacks clustertrain or a suitable torch."""
+    script = prepared.spec.script
+    if script is not None and script.command:
+        return None
+    problem = prepared.python.ranks.find_trainer_problem()
+    if problem is None:
+        return None
+    needed_by = f"the built-in trainer ({prepared.parsed.source})" if script is None else script.name
+    if prepared.profile.setup:
+        return [f"{needed_by}: {problem.message}, without the set-up of the profile"]
+    raise UnsuitableEnvironment(f"{needed_by}: {problem.message}", fix=problem.fix)
+
+
 def check_packages(prepared: PreparedRun) -> None:
     """Refuse a recipe whose optional packages are not installed."""
+    packages.check_agent_packages(prepared.spec.recipe, prepared.python.agents)
     if prepared.spec.script is None:
-        packages.check_packages(prepared.spec.recipe, prepared.python)
+        packages.check_packages(prepared.spec.recipe, prepared.python.ranks)
 
 
 def check_entries(prepared: PreparedRun) -> Notes:
@@ -294,7 +310,7 @@ def check_entries(prepared: PreparedRun) -> Notes:
 
 def check_trackers(prepared: PreparedRun) -> Notes:
     """Refuse trackers whose packages are not installed."""
-    return trackers.check_run_trackers(prepared.spec, prepared.python)
+    return trackers.check_run_trackers(prepared.spec, prepared.python.agents)
 
 
 def _present(note: str | None) -> list[str]:
@@ -308,7 +324,6 @@ def _not_utf8(e: UnicodeEncodeError) -> UsageError:
 REQUEST_CHECKS: tuple[Callable[[SubmitRequest], Notes], ...] = (check_utf8_arguments, check_target)
 RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
     check_script_keys,
-    check_command_layout,
     check_schema,
     check_unused_keys,
     check_contract_metric,
@@ -318,6 +333,7 @@ RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
     check_traceable,
 )
 RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
+    check_command_layout,
     check_cpu_fp16,
     check_utf8_spec,
     check_environment,
@@ -332,6 +348,7 @@ PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     machine.check_checkpoint_dir,
     machine.check_checkpoint_storage,
     machine.check_python,
+    check_job_python,
     check_directives,
     check_data,
     check_epoch_size,

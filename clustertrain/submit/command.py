@@ -68,6 +68,13 @@ def is_python(program: str) -> bool:
 
 def _find_program(request: SubmitRequest) -> Path:
     name = request.command[0]
+    if python := str(request.job.get("python", "")):
+        if os.sep in name or not is_python(name):
+            raise UsageError(
+                f"--python {python}: no effect on {name}, which names its interpreter itself",
+                fix="leave it out, or put `python` before the script",
+            )
+        name = python
     if os.sep in name:
         path = request.cwd / name
         if not path.exists():

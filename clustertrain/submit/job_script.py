@@ -41,6 +41,7 @@ class ScriptInput:
     profile: ClusterProfile
     plan: Plan
     python: str
+    """Interpreter of the batch process and the agents."""
     home: Path
     code_paths: Sequence[Path] = field(default=())
     """Folders of the snapshot that go to the front of PYTHONPATH."""
@@ -55,7 +56,7 @@ def script_input(
         spec=spec or prepared.spec,
         profile=prepared.profile,
         plan=prepared.plan,
-        python=prepared.python,
+        python=prepared.python.agents.path,
         home=settings.home(),
         code_paths=code_paths,
     )

@@ -35,7 +35,7 @@ def prepare(
     parsed = parse_recipe(translation.request)
     notes = [*translation.notes, *checks.run_checks(checks.RECIPE_CHECKS, parsed)]
     run = resolve_run(parsed, existing_backend, purpose)
-    notes += checks.run_checks(checks.RUN_CHECKS, run)
+    notes += [*([run.python.note] if run.python.note else []), *checks.run_checks(checks.RUN_CHECKS, run)]
     stats = None
     if _must_count(run):
         try:
@@ -59,8 +59,10 @@ def _must_count(run: ResolvedRun) -> bool:
 
 
 def _count_model(run: ResolvedRun) -> ModelStats:
-    request = run.parsed.request
+    request, ranks = run.parsed.request, run.python.ranks
+    if (problem := ranks.find_trainer_problem()) and not run.profile.setup:
+        raise ModelCountError(f"{problem.message} ({problem.fix})")
     split = split_model(PlanRequest(run.spec, run.spec.job.device, run.profile))
     return model_stats.count_model(
-        run.spec, split, run.python, run.code, request.environ, trace=request.count_mode == "trace"
+        run.spec, split, ranks.path, run.code, request.environ, trace=request.count_mode == "trace"
     )

@@ -9,6 +9,7 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import Device, RunSpec
 from clustertrain.plan.planner import Plan
 from clustertrain.scheduler.backend import Backend
+from clustertrain.submit.job_python import JobPython
 from clustertrain.submit.recipe import ParsedRecipe
 
 
@@ -25,8 +26,7 @@ class ResolvedRun:
     backend: Backend
     requested_device: Device
     """``job.device`` before ``auto`` was resolved."""
-    python: str
-    """Interpreter of the job."""
+    python: JobPython
     search_path: tuple[Path, ...] = ()
     """Folders that are searched for entries."""
     code: Path | None = None

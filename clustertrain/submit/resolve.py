@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
-from clustertrain.submit import python_path
+from clustertrain.submit import job_python, python_path
 from clustertrain.submit.prepared_run import ResolvedRun
 from clustertrain.submit.recipe import ParsedRecipe
 from clustertrain.submit.request import SubmitRequest
 
-_PROFILE_KEYS = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
+_PROFILE_KEYS = ("python", "partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
 
 
 def resolve_run(
@@ -36,6 +35,7 @@ def resolve_run(
     Raises:
         ConfigError: the profile does not exist, options contradict each other, or one snapshot cannot contain all
             entries.
+        UsageError: the command that ``--python`` names does not exist.
         UnsuitableEnvironment: Slurm is needed but does not answer on this machine.
     """
     request, values = parsed.request, parsed.values
@@ -58,19 +58,22 @@ def resolve_run(
     )
     recipe = _resolve_data_paths(parsed.recipe, request.cwd)
     search_path = _build_search_path(request, recipe)
+    env = {**profile.env, **values.env, **request.env}
+    python = job_python.choose(job.python, parsed.script, request, env, has_setup=bool(profile.setup))
+    job = msgspec.structs.replace(job, python=python.ranks.path if job.python else "")
     return ResolvedRun(
         parsed=parsed,
         spec=RunSpec(
             job=msgspec.structs.replace(job, backend=backend.name, device=device),
             recipe=recipe,
-            script=parsed.script,
-            env={**profile.env, **values.env, **request.env},
+            script=python.script,
+            env=env,
             secret_env=tuple(sorted(request.env)),
         ),
         profile=profile,
         backend=backend,
         requested_device=job.device,
-        python=profile.python or sys.executable,
+        python=python,
         search_path=search_path,
         code=_find_code(parsed, recipe, search_path),
     )

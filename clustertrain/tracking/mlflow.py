@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from clustertrain import fsio
-from clustertrain.errors import ConfigError
+from clustertrain import extras, fsio
 from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
@@ -41,12 +40,11 @@ class MLflow:
         if is_file_store(self._uri):
             # Without this variable, MLflow 3 rejects file stores, which are in maintenance mode. The user chose one.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        try:
-            import mlflow.entities
-            import mlflow.exceptions
-            import mlflow.tracking
-        except ImportError as e:
-            raise ConfigError(f"mlflow cannot be imported: {e}", fix="pip install 'clustertrain[mlflow]'") from e
+        extras.require("mlflow.tracking", "the tracker mlflow")
+        import mlflow.entities
+        import mlflow.exceptions
+        import mlflow.tracking
+
         self._mlflow: Any = mlflow
         self._metadata = metadata
         self._artifacts = (run.tracking / "mlflow-artifacts").as_uri()

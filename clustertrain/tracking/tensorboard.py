@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clustertrain import clock
+from clustertrain import clock, extras
 from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
@@ -34,6 +34,7 @@ class TensorBoard:
     name = "tensorboard"
 
     def __init__(self, run: RunDir, metadata: RunMetadata) -> None:
+        extras.require("tensorboard.compat.proto.event_pb2", "the tracker tensorboard")
         self._metadata = metadata
         self._folder = make_tracker_dir(run, self.name)
         self._state = TrackerState(run, self.name)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from clustertrain import fsio
-from clustertrain.errors import EXIT_STOPPED, ConfigError
+from clustertrain import extras, fsio
+from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
@@ -34,10 +34,9 @@ class Wandb:
     name = "wandb"
 
     def __init__(self, run: RunDir, metadata: RunMetadata) -> None:
-        try:
-            import wandb
-        except ImportError as e:
-            raise ConfigError(f"wandb cannot be imported: {e}", fix="pip install 'clustertrain[wandb]'") from e
+        extras.require("wandb", "the tracker wandb")
+        import wandb
+
         self._wandb: Any = wandb
         self._metadata = metadata
         self._folder = run.tracking

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import click
 
@@ -52,7 +52,7 @@ def _command_parts(command: click.Command, name: str, parent: click.Context) -> 
     if command.help:
         yield inspect.cleandoc(command.help)
     yield from _option_tables(command, context)
-    subcommands = {}
+    subcommands: Mapping[str, click.Command] = {}
     if isinstance(command, click.Group):
         subcommands = command.commands
     elif isinstance(command, CommandWithSubcommands):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clustertrain import fsio, reading
+from clustertrain import extras, fsio, reading
 from clustertrain.checkpoint.format import dtypes
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord, check_sizes, read_manifest
 from clustertrain.checkpoint.format.storage import Folder
@@ -269,6 +269,7 @@ def _write(
         progress(done_bytes, total)
 
     if request.format == "torch":
+        extras.require("torch", "checkpoint export to a torch file")
         from clustertrain.checkpoint.offline.torch_file import write_torch  # torch takes seconds to import
 
         write_torch(path, items, read_tensor)

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertrain import settings
+from clustertrain import extras, settings
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 
-INSTALL_HINT = "pip install 'clustertrain[object-storage]'"
 _NON_PERSISTENT_PROTOCOLS = {
     "memory": "it is the memory of a single process",
     **dict.fromkeys(("http", "https", "data"), "it is read-only"),
@@ -83,19 +82,16 @@ def find_filesystem_class(url: str) -> Any:
     Raises:
         ConfigError: fsspec or the package of the protocol is not installed, or the protocol is unknown.
     """
-    try:
-        import fsspec
-    except ImportError as e:
-        raise ConfigError(
-            f"{url}: needs the package fsspec: {e}", fix=f"{INSTALL_HINT}, here and where the ranks run"
-        ) from e
+    extras.require("fsspec", url)
+    import fsspec
+
     protocol = _innermost_protocol(url)
     try:
         return fsspec.get_filesystem_class(protocol)  # type: ignore[no-untyped-call]
     except ImportError as e:
         raise ConfigError(
             f"{url}: the package for {protocol}:// is not installed: {e}",
-            fix=f"{INSTALL_HINT} for s3, otherwise that package; here and where the ranks run",
+            fix=f"{extras.install_command('s3fs')} for s3, otherwise that package; here and where the ranks run",
         ) from e
     except ValueError as e:
         raise ConfigError(

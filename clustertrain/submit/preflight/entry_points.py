@@ -24,7 +24,7 @@ def check_entries(prepared: PreparedRun) -> list[str]:
     Raises:
         ConfigError: a module does not exist or is not Python, or lacks the function.
     """
-    recipe = prepared.spec.recipe
+    recipe, python = prepared.spec.recipe, prepared.python.ranks.path
     notes = []
     for key, entry in (("model.entry", recipe.model.entry), ("data.entry", recipe.data.entry)):
         if not entry:
@@ -33,7 +33,7 @@ def check_entries(prepared: PreparedRun) -> list[str]:
         module, _, path = entry.partition(":")
         snapshot_folders = _list_snapshot_folders(prepared)
         module_spec = _find_module(module, [*snapshot_folders, *_list_env_python_path(prepared)])
-        is_same_python = prepared.python == sys.executable
+        is_same_python = python == sys.executable
         if module_spec is not None:
             _check_function(label, module, module_spec, path.partition(".")[0], is_same_python=is_same_python)
             if PathFinder.find_spec(module.partition(".")[0], snapshot_folders) is not None:
@@ -41,11 +41,11 @@ def check_entries(prepared: PreparedRun) -> list[str]:
         elif is_same_python and not prepared.profile.setup:
             raise ConfigError(
                 f"{label}: no module {module!r} in {', '.join(map(str, prepared.search_path))}, and none is installed"
-                f" for {prepared.python}",
+                f" for {python}",
                 fix="move it next to the recipe or to the current folder, or install it for the job's Python",
             )
         else:
-            notes.append(f"{label}: no module {module!r} here; it must be installed for the job's {prepared.python}")
+            notes.append(f"{label}: no module {module!r} here; it must be installed for the job's {python}")
     return notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from clustertrain import settings
@@ -53,7 +54,7 @@ def check_checkpoint_storage(prepared: PreparedRun) -> list[str]:
     """Refuse a checkpoint.remote without its package, and a checkpoint.local that cannot be written here."""
     # No object store is contacted.
     checkpoint = prepared.spec.recipe.checkpoint
-    if checkpoint.remote:
+    if checkpoint.remote and prepared.python.ranks.path == sys.executable:
         storage_paths.find_filesystem_class(checkpoint.remote)
     if not checkpoint.local or prepared.backend.name != "local":
         return []
@@ -65,21 +66,27 @@ def check_checkpoint_storage(prepared: PreparedRun) -> list[str]:
 
 
 def check_python(prepared: PreparedRun) -> list[str]:
-    """Refuse a Python of the cluster profile that cannot be executed, as far as this machine can see it."""
-    python = Path(prepared.profile.python)
-    if not prepared.profile.python or (python.is_file() and os.access(python, os.X_OK)):
+    """Refuse a Python that was named for the job and cannot be executed, as far as this machine can see it."""
+    python = Path(prepared.spec.job.python)
+    if not prepared.spec.job.python:
         return []
+    label = f"python = {str(python)!r}" + (" of the cluster profile" if _is_from_profile(prepared) else "")
+    if python.is_file() and os.access(python, os.X_OK):
+        is_asked = prepared.python.ranks.packages is not None or prepared.profile.setup
+        return [] if is_asked else [f"{label} does not run on this machine, so its packages are not checked"]
     problem = "cannot be executed" if os.path.lexists(python) else "does not exist"
     filesystem_type = filesystem.find_shared_filesystem_type(python)
     if prepared.backend.name == "local" or filesystem_type:
         location_note = f", and {filesystem_type} is the same on all nodes" if filesystem_type else ""
         raise ConfigError(
-            f"python = {str(python)!r} of the cluster profile {problem}{location_note}",
-            fix="change python in the profile, or remove it to use the Python that runs submit",
+            f"{label} {problem}{location_note}",
+            fix="name another one with --python or in the profile, or remove it to use the Python that runs submit",
         )
-    return [
-        f"python = {str(python)!r} of the cluster profile {problem} on this machine: the job fails on nodes without it"
-    ]
+    return [f"{label} {problem} on this machine: the job fails on nodes without it"]
+
+
+def _is_from_profile(prepared: PreparedRun) -> bool:
+    return prepared.spec.job.python == prepared.profile.python
 
 
 def note_local_backend(prepared: PreparedRun) -> list[str]:

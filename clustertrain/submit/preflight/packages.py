@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
+from clustertrain import extras
 from clustertrain.config.data import DIGITS
 from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.recipe import Recipe
-from clustertrain.errors import ConfigError
+from clustertrain.submit.job_python import Interpreter
 
 
-def is_installed(package: str) -> bool:
-    """Return whether ``package`` can be imported. A folder of that name does not count: wandb creates one."""
-    module_spec = importlib.util.find_spec(package)
-    return module_spec is not None and module_spec.origin is not None
-
-
-def check_packages(recipe: Recipe, python: str) -> None:
-    """Check the packages of the job's interpreter ``python``, if it is the one that runs this.
+def check_packages(recipe: Recipe, python: Interpreter) -> None:
+    """Check the packages that the ranks need, in their interpreter.
 
     Raises:
-        ConfigError: a package is not installed.
+        UnsuitableEnvironment: a package is known to be missing.
     """
-    if python != sys.executable:
-        return
     name, digits = recipe.optim.name, DIGITS in (recipe.data.path, recipe.data.validation_path)
-    optimizer = OPTIMIZERS[name]
-    for needed, key, package, extra in (
-        (optimizer.package, f"optim.name = {name!r}", optimizer.package, optimizer.extra),
-        (recipe.train.precision == "fp8", "train.precision = 'fp8'", "torchao", "fp8"),
-        (recipe.data.augment.is_enabled, "data.augment", "kornia", "augment"),
-        (digits, f"data.path = {DIGITS!r}", "sklearn", "examples"),
+    engine, package = recipe.checkpoint.engine, OPTIMIZERS[name].package
+    for needed, key, required in (
+        (package, f"optim.name = {name!r}", package),
+        (recipe.train.precision == "fp8", "train.precision = 'fp8'", "torchao"),
+        (recipe.data.augment.is_enabled, "data.augment", "kornia"),
+        (digits, f"data.path = {DIGITS!r}", "sklearn"),
+        (engine == "torchsnapshot", f"checkpoint.engine = {engine!r}", "torchsnapshot"),
+        (recipe.checkpoint.remote, f"checkpoint.remote = {recipe.checkpoint.remote!r}", "fsspec"),
     ):
-        if needed and not is_installed(package):
-            raise ConfigError(
-                f"{key}: the package {package} is not installed", fix=f"pip install 'clustertrain[{extra}]'"
-            )
+        if needed and python.lacks(required):
+            raise extras.missing(required, key, python.path)
+
+
+def check_agent_packages(recipe: Recipe, python: Interpreter) -> None:
+    """Check the packages that the node agents need, in their interpreter.
+
+    Raises:
+        UnsuitableEnvironment: a package is known to be missing.
+    """
+    prometheus = recipe.telemetry.prometheus
+    if recipe.telemetry.enabled and (prometheus.port or prometheus.textfile) and python.lacks("prometheus_client"):
+        raise extras.missing("prometheus_client", "telemetry.prometheus", python.path)

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from clustertrain import extras
 from clustertrain.config.job import RunSpec
 from clustertrain.config.tracking import TrackingSpec
-from clustertrain.errors import ConfigError
-from clustertrain.submit.preflight.packages import is_installed
-
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+from clustertrain.submit.job_python import Interpreter
 
 
-def check_run_trackers(spec: RunSpec, python: str) -> list[str]:
+def check_run_trackers(spec: RunSpec, python: Interpreter) -> list[str]:
     """Return notes on the trackers of ``spec``, with the environment that the job will have.
 
     Raises:
-        ConfigError: a package is missing.
+        UnsuitableEnvironment: a package is known to be missing.
     """
     return check_trackers(spec.recipe.tracking, python, {**os.environ, **spec.env})
 
 
-def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
-    """Return notes on ``[tracking]`` for a job with the interpreter ``python`` and the environment ``environ``.
+def check_trackers(spec: TrackingSpec, python: Interpreter, environ: Mapping[str, str]) -> list[str]:
+    """Return notes on ``[tracking]`` for a job whose agents run with ``python``, and with the environment ``environ``.
 
     Raises:
-        ConfigError: a package is not installed for this interpreter, which the job uses too.
+        UnsuitableEnvironment: a package is known to be missing.
     """
     notes = []
     for name in spec.trackers:
-        if python == sys.executable and not is_installed(_PACKAGES[name]):
-            extra = "clustertrain" if name == "tensorboard" else f"clustertrain[{name}]"
-            raise ConfigError(
-                f"tracking.trackers = {name!r}: the package {_PACKAGES[name]} is not installed",
-                fix=f"pip install '{extra}', or leave it out",
-            )
+        if python.lacks(name):
+            raise extras.missing(name, f"tracking.trackers = {name!r}", python.path, alternative="leave it out")
     if (
         "wandb" in spec.trackers
         and not spec.offline

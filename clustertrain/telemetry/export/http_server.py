@@ -11,7 +11,9 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from clustertrain import extras
 from clustertrain.config.telemetry import PORT_ATTEMPTS
+from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.telemetry.export.feed import Feed
 
 CLIENT_TIMEOUT_S = 10.0  # per request and response, Prometheus's default scrape timeout
@@ -34,6 +36,8 @@ class MetricsServer:
         """Serve until :meth:`stop`."""
         try:
             self._serve()
+        except UnsuitableEnvironment as e:
+            self._on_event("exporter_failed", reason=e.message, fix=e.fix)
         except Exception as e:  # the thread's edge: an exporter must not end the run
             self._on_event("exporter_failed", reason=f"{type(e).__name__}: {e}")
         finally:
@@ -58,6 +62,7 @@ class MetricsServer:
             return
         with server:
             # Imported here because it costs 60 ms and 11 MB, only for runs that export.
+            extras.require("prometheus_client", "telemetry.prometheus")
             from prometheus_client import make_wsgi_app
 
             from clustertrain.telemetry.export.prometheus import build_registry

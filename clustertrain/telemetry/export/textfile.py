@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from clustertrain import clock, fsio
+from clustertrain import clock, extras, fsio
+from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.telemetry.export.feed import Feed, Labels
 
 WRITE_INTERVAL_S = 15.0
@@ -46,6 +47,8 @@ class TextfileWriter:
                 if self._feed.newest is not None:
                     self._write()
                     wait_s = self._interval_s
+        except UnsuitableEnvironment as e:
+            self._on_event("exporter_failed", reason=e.message, fix=e.fix)
         except Exception as e:  # the thread's edge: an exporter must not end the run
             self._on_event("exporter_failed", reason=f"{type(e).__name__}: {e}")
         finally:
@@ -60,6 +63,7 @@ class TextfileWriter:
 
     def _write(self) -> None:
         # Imported here because it costs 60 ms and 11 MB, only for runs that export.
+        extras.require("prometheus_client", "telemetry.prometheus")
         from clustertrain.telemetry.export.prometheus import render
 
         try:

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from clustertrain import clock, fsio
+from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.store import jsonl_blocks, parquet, rollup, totals
 from clustertrain.telemetry.store.histogram import Column
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = compact(folder, ended=options.ended)
             if not options.quiet:
                 print(f"{folder}: {outcome}")
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, UnsuitableEnvironment) as e:
             print(f"{folder}: {e}", file=sys.stderr)
             failed = 1
     return failed

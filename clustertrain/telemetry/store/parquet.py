@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from clustertrain import reading, schema
+from clustertrain import extras, reading, schema
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.store import limits
@@ -46,6 +46,7 @@ class ParquetWriter:
 
     def __init__(self, folder: Path, header: Header, pace: Pace, reasons: list[tuple[float, str, str | None]]) -> None:
         """Create the temporary file; ``reasons`` has (d, column, reason) for the header's columns of any pace."""
+        extras.require("pyarrow.parquet", "compaction of telemetry")
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -141,10 +142,9 @@ def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) 
     Raises:
         OSError: the file cannot be read; FileNotFoundError if it does not exist.
         ValueError: the file is damaged.
+        UnsuitableEnvironment: the file exists and pyarrow is not installed.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    pa, pq = _import_pyarrow(parquet_path(folder, pace))
     ds, tables = [np.empty(0)], [np.empty((0, len(columns)))]
     try:
         with reading.open_regular(parquet_path(folder, pace)) as f:
@@ -165,18 +165,33 @@ def read_reasons(folder: Path) -> dict[str, str]:
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is damaged.
+        UnsuitableEnvironment: the file exists and pyarrow is not installed.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    try:
+        pa, pq = _import_pyarrow(parquet_path(folder, fields.FAST))
+    except FileNotFoundError:
+        return {}
     try:
         with reading.open_regular(parquet_path(folder, fields.FAST)) as f:
             entries = schema.decode(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
-    except FileNotFoundError:
-        return {}
     except (pa.ArrowException, KeyError, TypeError) as e:
         raise ValueError(f"{parquet_path(folder, fields.FAST).name} is damaged: {e}") from e
     return {column: reason for _, column, reason in entries if reason is not None}
+
+
+def _import_pyarrow(path: Path) -> tuple[Any, Any]:
+    """Return pyarrow and its module for Parquet, to read ``path``.
+
+    Raises:
+        FileNotFoundError: ``path`` does not exist, for which pyarrow is not needed.
+        UnsuitableEnvironment: pyarrow is not installed.
+    """
+    path.lstat()
+    extras.require("pyarrow.parquet", f"{path}, the samples of an ended attempt")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pa, pq
 
 
 def _row_groups_within(file: Any, low: float, high: float) -> Iterator[int]:

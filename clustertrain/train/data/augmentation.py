@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from clustertrain import extras
 from clustertrain.config.data import AugmentSpec
-from clustertrain.errors import ConfigError, UnsuitableEnvironment
+from clustertrain.errors import ConfigError
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -95,11 +96,7 @@ def _to_uint8(image: torch.Tensor) -> torch.Tensor:
 
 
 def _import_kornia() -> Any:
-    try:
-        import kornia.augmentation
-    except ImportError as e:
-        raise UnsuitableEnvironment(
-            "data.augment: image augmentation needs kornia, which is not installed",
-            fix="pip install 'clustertrain[augment]', or remove the table",
-        ) from e
+    extras.require("kornia.augmentation", "data.augment", alternative="remove the table")
+    import kornia.augmentation
+
     return kornia.augmentation

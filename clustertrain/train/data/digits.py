@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from clustertrain import extras
 from clustertrain.config.checks.slice_checks import BUILT_IN_CLASSES, class_slices
 from clustertrain.config.data import DIGIT_HALF_PIXELS, DIGITS
-from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.train.data.images import LabelSlices
 
 _MAX_PIXEL = 16
@@ -20,13 +20,9 @@ _MAX_PIXEL = 16
 
 def _load_digits() -> tuple[Any, Any]:
     """Return (images (1797, 8, 8) with values 0 to 16, classes)."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise UnsuitableEnvironment(
-            "data.path = 'digits': the images come with scikit-learn, which is not installed",
-            fix="pip install 'clustertrain[examples]'",
-        ) from e
+    extras.require("sklearn.datasets", f"data.path = {DIGITS!r}")
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     return digits.images.astype(np.uint8), digits.target
 

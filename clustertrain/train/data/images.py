@@ -12,9 +12,10 @@ import numpy as np
 import torch
 import xxhash
 
+from clustertrain import extras
 from clustertrain.config.checks.image_checks import SHAPES
 from clustertrain.config.checks.slice_checks import class_slices
-from clustertrain.errors import ConfigError, UnsuitableEnvironment
+from clustertrain.errors import ConfigError
 from clustertrain.train.core.seeds import derive_seed
 
 _MAX_STAT_FILES = 1000  # files of a folder whose sizes are part of its version
@@ -162,13 +163,9 @@ class ImageFolder(LabelSlices):
             ConfigError: there are no class folders with images.
             UnsuitableEnvironment: Pillow is not installed.
         """
-        try:
-            from PIL import Image, ImageOps
-        except ImportError as e:
-            raise UnsuitableEnvironment(
-                f"data.path = {str(path)!r}: reading image files needs Pillow, which is not installed",
-                fix="pip install 'clustertrain[images]', or store the images in an .npz file",
-            ) from e
+        extras.require("PIL.ImageOps", f"data.path = {str(path)!r}", alternative="store the images in an .npz file")
+        from PIL import Image, ImageOps
+
         self._open, self._fit, self._size = Image.open, ImageOps.fit, size
         folders = sorted(p for p in path.iterdir() if p.is_dir())
         self._files = [

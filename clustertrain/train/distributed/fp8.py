@@ -5,11 +5,10 @@ Source for speed and accuracy: "FP8 Formats for Deep Learning", arXiv 2209.05433
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import nn
 
+from clustertrain import extras
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.train.distributed.data_parallel import repeated_layers
 
@@ -26,8 +25,7 @@ def apply(model: nn.Module, device: torch.device) -> None:
     Raises:
         UnsuitableEnvironment: torchao is missing, or the GPU does not support 8-bit matmuls.
     """
-    if importlib.util.find_spec("torchao") is None:
-        raise UnsuitableEnvironment("precision fp8 needs torchao", fix="pip install 'clustertrain[fp8]'")
+    extras.require("torchao.float8", "train.precision = 'fp8'")
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability < _MIN_CAPABILITY:

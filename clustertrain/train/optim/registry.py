@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 import torch
 
+from clustertrain import extras
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.optimizers import OPTIMIZERS, OptimizerEntry, OptimizerName
 from clustertrain.config.parsing.documents import did_you_mean
-from clustertrain.errors import ConfigError, UnsuitableEnvironment
+from clustertrain.errors import ConfigError
 
 OptimizerClass = type[torch.optim.Optimizer]
 OptimizerConstructor = Callable[..., torch.optim.Optimizer]
@@ -25,15 +26,9 @@ def load_class(entry: OptimizerEntry) -> OptimizerClass:
     Raises:
         UnsuitableEnvironment: its package is not installed.
     """
-    try:
-        cls: OptimizerClass = getattr(importlib.import_module(entry.module), entry.class_name)
-    except ImportError as e:
-        if not entry.extra:
-            raise
-        raise UnsuitableEnvironment(
-            f"optimizer {entry.class_name}: {e}",
-            fix=f"pip install 'clustertrain[{entry.extra}]' for the job's Python",
-        ) from e
+    if entry.package:
+        extras.require(entry.package, f"optimizer {entry.class_name}")
+    cls: OptimizerClass = getattr(importlib.import_module(entry.module), entry.class_name)
     return cls
 
 

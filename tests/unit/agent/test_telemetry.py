@@ -99,6 +99,19 @@ def test_compaction_process_that_cannot_start_is_an_event(run: RunDir, monkeypat
     assert "could not be started" in event["reason"]
 
 
+def test_without_pyarrow_the_samples_stay(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = write_segment(run.attempt(1), monkeypatch)
+    own = write_segment(run.attempt(2), monkeypatch)
+    monkeypatch.setattr(telemetry.extras, "is_installed", lambda package: package != "pyarrow")
+    second = make_telemetry(run, run.attempt(2))
+    second.compact_earlier()
+    second.stop()
+    second.compact(lambda: False)
+    assert (left / "samples.jsonl.gz").exists() and (own / "samples.jsonl.gz").exists()
+    (event,) = events.filter_by_name(events.for_attempt(run.attempt(2)), "telemetry_not_compacted")
+    assert "pip install 'clustertrain[report]'" in event["reason"]
+
+
 def test_next_attempt_compacts_what_a_preempted_one_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     left = write_segment(run.attempt(1), monkeypatch)
     own = write_segment(run.attempt(2), monkeypatch)

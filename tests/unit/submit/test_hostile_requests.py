@@ -112,7 +112,9 @@ def profile(tmp_path: Path, python: Path) -> None:
 def test_missing_profile_python(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile(tmp_path, tmp_path / "env" / "bin" / "python")
     code, err = run_cli(*LOCAL, "--cluster", "site")
-    assert code == 78 and "env/bin/python' of the cluster profile does not exist" in err and "fix: change python" in err
+    assert (
+        code == 78 and "env/bin/python' of the cluster profile does not exist" in err and "fix: name another one" in err
+    )
     code, err = run_cli(*SLURM, "--cluster", "site")  # the nodes may have it on a local disk
     assert code == 0 and "does not exist on this machine" in err
     # But not on a filesystem that the nodes share.

@@ -16,28 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clustertrain import fsio
+from clustertrain import extras, fsio
 from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.save.engines import library
-from clustertrain.errors import ConfigError
 
-try:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script")  # called by the import
-        from torchsnapshot.batcher import batch_write_requests
-        from torchsnapshot.io_preparers.tensor import TensorIOPreparer
-        from torchsnapshot.manifest import Shard, ShardedTensorEntry, SnapshotMetadata, TensorEntry
-        from torchsnapshot.scheduler import execute_write_reqs
-        from torchsnapshot.serialization import ALL_SUPPORTED_DTYPES, SUPPORTED_QUANTIZED_DTYPES, Serializer
-        from torchsnapshot.snapshot import SNAPSHOT_METADATA_FNAME
-        from torchsnapshot.storage_plugins.fs import FSStoragePlugin
-        from torchsnapshot.version import __version__
-except ImportError as e:
-    raise ConfigError(
-        f'checkpoint.engine = "torchsnapshot": the package cannot be imported here: {e}',
-        fix="pip install 'torchsnapshot>=0.1,<0.2' into the environment of the ranks, or choose engine = \"raw\"",
-    ) from e
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", ".*torch.jit.script")  # called by the import
+    extras.require("torchsnapshot", "checkpoint.engine = 'torchsnapshot'", alternative="choose engine = 'raw'")
+    from torchsnapshot.batcher import batch_write_requests
+    from torchsnapshot.io_preparers.tensor import TensorIOPreparer
+    from torchsnapshot.manifest import Shard, ShardedTensorEntry, SnapshotMetadata, TensorEntry
+    from torchsnapshot.scheduler import execute_write_reqs
+    from torchsnapshot.serialization import ALL_SUPPORTED_DTYPES, SUPPORTED_QUANTIZED_DTYPES, Serializer
+    from torchsnapshot.snapshot import SNAPSHOT_METADATA_FNAME
+    from torchsnapshot.storage_plugins.fs import FSStoragePlugin
+    from torchsnapshot.version import __version__
 
 # A slab is a copy of its segments.
 SLAB_BYTES = 16 << 20

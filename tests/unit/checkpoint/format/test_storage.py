@@ -164,7 +164,12 @@ def test_write_read_and_delete(tmp_path: Path) -> None:
     ("url", "hidden", "reason", "fix"),
     [
         ("s3://bucket/x", "s3fs", "the package for s3:// is not installed", "clustertrain[object-storage]"),
-        ("s3://bucket/x", "fsspec", "needs the package fsspec", "pip install 'clustertrain[object-storage]'"),
+        (
+            "s3://bucket/x",
+            "fsspec",
+            "the package fsspec is not installed",
+            "pip install 'clustertrain[object-storage]'",
+        ),
         ("s4://bucket/x", "", "fsspec does not know the protocol s4://", "s3://bucket/prefix"),
     ],
 )

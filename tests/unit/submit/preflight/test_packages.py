@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.errors import ConfigError
+from clustertrain.errors import UnsuitableEnvironment
+from clustertrain.submit.job_python import Interpreter
 from clustertrain.submit.preflight import packages
+
+BASE = Interpreter("/env/bin/python", (3, 12), {"clustertrain": "0.1.0", "torch": "2.13.0"})
+UNKNOWN = Interpreter("/elsewhere/python")
 
 
 @pytest.mark.parametrize(
@@ -18,17 +21,21 @@ from clustertrain.submit.preflight import packages
         ({"optim": {"name": "adamw8bit"}}, "the package torchao"),
         ({"model": {"kind": "convnet"}, "data": {"augment": {"flip": True}}}, "data.augment: the package kornia"),
         ({"model": {"kind": "convnet"}, "data": {"path": "digits"}}, "data.path = 'digits': the package sklearn"),
+        ({"checkpoint": {"engine": "torchsnapshot"}}, "checkpoint.engine = 'torchsnapshot': the package torchsnapshot"),
     ],
 )
-def test_missing_package_is_refused(tables: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_refused(tables: dict[str, Any], message: str) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
-    monkeypatch.setattr(packages, "is_installed", lambda package: False)
-    with pytest.raises(ConfigError, match=message) as caught:
-        packages.check_packages(recipe, sys.executable)
-    assert "pip install 'clustertrain[" in str(caught.value.fix)
-    packages.check_packages(recipe, "/elsewhere/python")
-    packages.check_packages(Recipe(), sys.executable)
+    with pytest.raises(UnsuitableEnvironment, match=message) as caught:
+        packages.check_packages(recipe, BASE)
+    assert "/env/bin/python -m pip install 'clustertrain[" in str(caught.value.fix)
+    packages.check_packages(recipe, UNKNOWN)
+    packages.check_packages(Recipe(), BASE)
 
 
-def test_installed_packages_pass() -> None:
-    assert packages.is_installed("click") and not packages.is_installed("no_such_package_anywhere")
+def test_missing_package_of_the_agents_is_refused() -> None:
+    recipe = build({"telemetry": {"prometheus": {"port": 9400}}}, Recipe, "recipe.toml")
+    with pytest.raises(UnsuitableEnvironment, match=r"prometheus_client is not.*\n.*clustertrain\[prometheus\]"):
+        packages.check_agent_packages(recipe, BASE)
+    packages.check_agent_packages(recipe, UNKNOWN)
+    packages.check_agent_packages(Recipe(), BASE)

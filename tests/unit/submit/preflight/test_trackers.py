@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import pytest
 
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.tracking import TrackingSpec
+from clustertrain.config.tracking import Tracker, TrackingSpec
 from clustertrain.errors import ConfigError
+from clustertrain.submit.job_python import Interpreter
 from clustertrain.submit.preflight import trackers
 
+UNKNOWN = Interpreter("/opt/cluster/python")
 
-def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    spec = TrackingSpec(trackers=("mlflow",))
-    with pytest.raises(ConfigError, match=r"mlflow is not installed\n  fix: pip install 'clustertrain\[mlflow\]'"):
-        trackers.check_trackers(spec, sys.executable, {})
-    assert trackers.check_trackers(spec, "/opt/cluster/python", {}) == []
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_missing_tracker_package_is_refused(name: Tracker) -> None:
+    spec = TrackingSpec(trackers=(name,), offline=True)
+    message = rf"{name} is not installed for /env/python\n  fix: /env/python -m pip install 'clustertrain\[{name}\]'"
+    with pytest.raises(ConfigError, match=message):
+        trackers.check_trackers(spec, Interpreter("/env/python", (3, 12), {}), {})
+    assert trackers.check_trackers(spec, UNKNOWN, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], expected: list[str]) -> None:
-    notes = trackers.check_trackers(spec, sys.executable, environ)
+    notes = trackers.check_trackers(spec, UNKNOWN, environ)
     assert len(notes) == len(expected) and all(a in b for a, b in zip(expected, notes, strict=True))
 
 

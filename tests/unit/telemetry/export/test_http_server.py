@@ -116,6 +116,20 @@ def test_all_ports_taken_is_event(export: Callable[..., WatchedExporter], monkey
         watched.exporter.observe(snapshot(full()))
 
 
+def test_missing_package_is_event(
+    export: Callable[..., WatchedExporter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    watched = export(port=free_port())
+    watched.exporter.start()
+    files = TextfileThread(tmp_path / "x.prom")
+    files.begin()
+    assert files.file.stop(WAIT_S)
+    for name, fields in (watched.next_event(), files.events[0]):
+        assert name == "exporter_failed" and "the package prometheus_client is not installed" in fields["reason"]
+        assert "pip install 'clustertrain[prometheus]'" in fields["fix"]
+
+
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
 def test_foreign_address_is_event(address: str, export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(), address=address)

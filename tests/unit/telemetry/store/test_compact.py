@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store import compact, jsonl_blocks, parquet, rollup, totals
 from clustertrain.telemetry.store.reader import RecordedSegment, open_node
@@ -157,6 +158,25 @@ def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
     patch.setattr(Path, "unlink", limited(Path.unlink))
     patch.setattr(parquet.ParquetWriter, "add", limited(parquet.ParquetWriter.add))
     patch.setattr(parquet.ParquetWriter, "drop", lambda self: None)  # a kill cleans up nothing
+
+
+def test_without_pyarrow_only_single_samples_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = record(tmp_path, 700)
+    before = open_single_segment(tmp_path).samples(FAST).t.tolist()
+    for module in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"] + ["pyarrow"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsuitableEnvironment, match=r"pyarrow is not installed\n.*clustertrain\[report\]"):
+        compact.compact(folder, ended=True)
+    assert compact.main([str(tmp_path), "--ended", "--quiet"]) == 1
+    assert open_single_segment(tmp_path).samples(FAST).t.tolist() == before
+    monkeypatch.undo()
+    assert compact.main([str(tmp_path), "--ended", "--quiet"]) == 0
+    for module in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    segment = open_single_segment(tmp_path)
+    assert segment.sample_count == len(before) and segment.totals() and len(segment.rollup(60).t)
+    with pytest.raises(UnsuitableEnvironment, match=r"fast\.parquet, the samples of an ended attempt: the package"):
+        segment.samples(FAST)
 
 
 def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
