@@ -22,6 +22,8 @@ __all__ = ["Clipping", "Job", "Session", "__version__", "attach", "session"]
 
 
 def __getattr__(name: str) -> object:
+    if name in ("Job", "attach"):
+        return getattr(_import_hooks("attach"), name)
     if name in __all__:
         # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
         from clustertrain import extras
@@ -34,8 +36,6 @@ def __getattr__(name: str) -> object:
         from clustertrain.train.session import session
 
         return getattr(session, name)
-    if name in ("Job", "attach"):
-        return getattr(_import_hooks("attach"), name)
     raise AttributeError(f"module 'clustertrain' has no attribute {name!r}")
 
 

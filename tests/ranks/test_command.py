@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain import fsio
 from tests import runs
 from tests.runs import LOCAL, Run
 
@@ -110,3 +111,23 @@ def test_edits_after_submit_do_not_reach_the_run(submit: Submit) -> None:
     Path(run.env["OUT"], "go").touch()
     run.complete()
     wait_for_log(run, f"submitted {Path.cwd()}")
+
+
+SESSION = """
+import torch
+import clustertrain as ct
+
+with ct.session() as session:
+    model = session.parallelize(torch.nn.Linear(2, 1))
+    optimizer = session.optimizer(torch.optim.AdamW)
+    for step in session.steps(total=7):
+        session.train_step((torch.ones(2, 2), torch.ones(2, 1)), torch.nn.functional.mse_loss)
+"""
+
+
+def test_session_of_a_command_reports_each_step_once(submit: Submit) -> None:
+    run = submit(SESSION)
+    run.complete()
+    rows = list(fsio.read_jsonl(run.path / "metrics" / "attempt-1.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert not list((run.path / "attempts" / "1" / "events").glob("hooks-*"))

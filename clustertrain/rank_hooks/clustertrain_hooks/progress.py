@@ -17,11 +17,14 @@ _progress: Progress | None = None
 # Of the loaders' waits before the first step: when the first one began, and their sum in seconds.
 _first_wait: float | None = None
 _early_wait_s = 0.0
+_has_session = False
 
 
 def get_progress() -> Progress | None:
     """Return the progress of this process, begun at the first call; None outside a run, and in children of a rank."""
     global _progress  # noqa: PLW0603
+    if _has_session:
+        return None
     if _progress is None:
         rank = find_rank(os.environ)
         if rank is None or multiprocessing.parent_process() is not None:
@@ -29,6 +32,12 @@ def get_progress() -> Progress | None:
         _progress = Progress(rank, _first_wait)
         _progress.wait_for_data(_early_wait_s)
     return _progress if _progress.pid == os.getpid() else None
+
+
+def leave_to_session() -> None:
+    """Report nothing from now on: a session of clustertrain does so itself."""
+    global _has_session  # noqa: PLW0603
+    _has_session = True
 
 
 def report_wait(begin: float) -> None:

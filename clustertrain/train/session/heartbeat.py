@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ class ProgressReporter:
 
     def __init__(self, rank_dir: Path | None, rank: int, world_size: int, get_forward_s: Callable[[], float]) -> None:
         """``get_forward_s`` returns the total seconds of all forward passes; called at the start of each step."""
+        hooks = sys.modules.get("clustertrain_hooks.progress")
+        if hooks is not None:  # of a command; they would write the same files
+            hooks.leave_to_session()
         self._writer = heartbeat.HeartbeatWriter(rank_dir, rank) if rank_dir is not None else None
         self._heartbeat = self._writer.beat if self._writer is not None else heartbeat.Heartbeat()
         self._world_size = world_size
