@@ -74,3 +74,5 @@ CASES: Mapping[str, Case] = {
 }
 NOT_ON_CPU = frozenset({"fsdp-offload", "ddp-activation-offload", "fsdp-activation-offload"})
 """Cases that need a GPU's own memory, and so have nothing to compare with."""
+COVERING = frozenset({"zero1", "fsdp", "hsdp", "fsdp+tp", "cp", "pp-1f1b", "fsdp-offload", "ddp-fp16", "fsdp-sgd"})
+"""What ``make test`` runs; ``make cuda-emulated`` runs all."""
