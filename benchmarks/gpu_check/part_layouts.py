@@ -1,7 +1,7 @@
 """Training of each layout of ``tests/cuda_emulation/layouts.py`` over NCCL, one rank per GPU, if there are two GPUs.
 
-A layout has trained if its ranks end well and its first loss is that of one rank with the same model: the weights do not
-depend on the layout. Each lane of four GPUs trains one layout at a time. The rehearsal trains two layouts over gloo.
+A layout has trained if its ranks end well and its first loss is that of one rank with the same model: the weights do
+not depend on the layout. Each lane of four GPUs trains one layout at a time. The rehearsal trains two over gloo.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def measure_layouts(options: argparse.Namespace) -> tuple[Figures, Any]:
     details = {"trained": trained, "failed": failed}
     if failed:
         name = next(iter(failed))
-        raise PartFailed(f"{len(failed)} layouts failed; {name}: {failed[name].strip().splitlines()[-1]}", figures, details)
+        raise PartFailed(
+            f"{len(failed)} layouts failed; {name}: {failed[name].strip().splitlines()[-1]}", figures, details
+        )
     return figures, details
 
 

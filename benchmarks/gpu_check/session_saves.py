@@ -84,7 +84,7 @@ def measure_session(device: str, folder: Path) -> tuple[Figures, Any]:
 def time_windows(out: str, window: int) -> None:
     """Setup of a rank: time windows of steps, from an idle device to an idle device; write them to ``out``.
 
-    Checkpoints are due every two windows, after the first step of a window. Each window begins with all saves committed.
+    Checkpoints are due every two windows, after the first step of a window. Each begins with all saves committed.
     """
     original_steps, original_save = Session.steps, CheckpointManager.save
     managers: list[CheckpointManager] = []

@@ -1,7 +1,7 @@
 """How often the host may wait for the device in a training step, by layout, with the reason for each wait.
 
-The numbers are per step and rank. A wait that is not here, or more of one, fails test_layouts_on_cuda.py. So does a wait
-for the step just launched that may only be one for an earlier step.
+The numbers are per step and rank. A wait that is not here, or more of one, fails test_layouts_on_cuda.py. So does a
+wait for the step just launched where only one for an earlier step is allowed.
 """
 
 from __future__ import annotations

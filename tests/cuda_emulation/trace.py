@@ -126,7 +126,9 @@ def _group_ranks() -> dict[str, list[int]]:
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    return {world.pg_names[group]: sorted(ranks, key=ranks.__getitem__) for group, ranks in world.pg_group_ranks.items()}
+    return {
+        world.pg_names[group]: sorted(ranks, key=ranks.__getitem__) for group, ranks in world.pg_group_ranks.items()
+    }
 
 
 def read_groups(path: Path) -> dict[str, tuple[int, ...]]:

@@ -33,7 +33,6 @@ from clustertrain.run.run_spec import load_spec
 from tests.runs import DEVICE
 
 
-
 def preloaded_modules(*, has_cuda: bool) -> list[str]:
     """Return the modules that the fork server imports for all ranks, some of which may not be installed.
 

@@ -148,8 +148,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
     ),
     replace(_TORCHTITAN, pattern=r"(?i:torchtitan)|float8 and FSDP2"),
     Framework(
-        name="litgpt", aliases=("lit-gpt", "lightning", "thunder"), pattern=r"(?i)litgpt|lit-gpt", weight_bytes=2, grad_bytes=2,
-        optimizer_bytes=4, reduce_bytes=2, plain_norms=True,
+        name="litgpt", aliases=("lit-gpt", "lightning", "thunder"), pattern=r"(?i)litgpt|lit-gpt", weight_bytes=2,
+        grad_bytes=2, optimizer_bytes=4, reduce_bytes=2, plain_norms=True,
     ),
     # Megatron's model and FlashAttention under DeepSpeed's ZeRO-1.
     replace(

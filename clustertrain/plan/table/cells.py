@@ -35,7 +35,7 @@ def parse_number(row: Mapping[str, str], name: str, default: float = 0.0) -> flo
 
 
 def with_usual_spelling(row: Mapping[str, str]) -> dict[str, str]:
-    """Return ``row`` with the names of sharding and checkpointing in the table's spelling (``zero3`` for ``ZeRO-3``)."""
+    """Return ``row`` with sharding and checkpointing in the table's spelling: ``zero3`` for ``ZeRO-3``."""
     sharding = _ZERO_STAGE.sub("zero", re.sub(r"[\s_-]+", "_", cell(row, "fsdp_or_zero").lower()))
     spelled = {
         "fsdp_or_zero": _SHARDING_SYNONYMS.get(sharding, sharding),

@@ -75,9 +75,9 @@ def _attend(
     prefer that, it takes plain products. For the memory-efficient kernel, keys and values are repeated for each query
     head.
     """
-    if q.is_cuda and q.shape[1] != k.shape[1]:
-        if q.dtype == torch.float32 or (mask is not None and not prefers_cudnn):
-            k, v = _repeat_heads(q, k, v)
+    has_no_kernel = q.dtype == torch.float32 or (mask is not None and not prefers_cudnn)
+    if q.is_cuda and q.shape[1] != k.shape[1] and has_no_kernel:
+        k, v = _repeat_heads(q, k, v)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -92,7 +92,8 @@ def _prefers_cudnn(device: torch.device) -> bool:
     if device.type != "cuda" or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
     major, minor = torch.cuda.get_device_capability(device)
-    return major in (9, 10) and minor in (0, 3) and (torch.backends.cudnn.version() or 0) > _CUDNN_9_15_0
+    cudnn: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return major in (9, 10) and minor in (0, 3) and cudnn > _CUDNN_9_15_0
 
 
 def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -159,9 +159,10 @@ class LayerStats:
 
     @functools.cached_property
     def _activation_units(self) -> torch.Tensor:
-        """Indices of the units with activations. They are kept on the device: an index from the host is copied to it,
-        for which the host waits."""
-        return torch.tensor([self.units.index(n) for n in self._activation_names], device=self._context.device, dtype=torch.long)
+        """Indices of the units with activations, on the device: the host would wait for a copy of an index from it."""
+        return torch.tensor(
+            [self.units.index(n) for n in self._activation_names], device=self._context.device, dtype=torch.long
+        )
 
     @functools.cached_property
     def _relu_names(self) -> list[str]:

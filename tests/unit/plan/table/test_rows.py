@@ -117,8 +117,9 @@ def test_row_layout(cells: dict[str, str], expected: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("cell", "spelling"),
-    [("FSDP", "fsdp_full"), ("zero-3", "zero3"), ("ZeRO_3", "zero3"), ("zero 1", "zero1"), ("zero_2_like", "zero2_like"),
-     ("fully_shard", "fsdp_full"), ("SHARD_GRAD_OP", "fsdp_grad_op"), ("Hybrid_Shard", "hsdp"), ("DDP", "ddp")],
+    [("FSDP", "fsdp_full"), ("zero-3", "zero3"), ("ZeRO_3", "zero3"), ("zero 1", "zero1"),
+     ("zero_2_like", "zero2_like"), ("fully_shard", "fsdp_full"), ("SHARD_GRAD_OP", "fsdp_grad_op"),
+     ("Hybrid_Shard", "hsdp"), ("DDP", "ddp")],
 )  # fmt: skip
 def test_sharding_in_other_spellings(cell: str, spelling: str) -> None:
     assert row(fsdp_or_zero=cell, hsdp_replicate="2") == row(fsdp_or_zero=spelling, hsdp_replicate="2")
@@ -137,8 +138,8 @@ def test_precisions(cell: str, precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("cell", "mode"),
-    [("", ""), ("none", "none"), ("full", "full"), ("Full", "full"), ("selective_op", "selective_op"), ("selective_attn",) * 2,
-     ("selective core_attn+layernorm", "selective_attn")],
+    [("", ""), ("none", "none"), ("full", "full"), ("Full", "full"), ("selective_op", "selective_op"),
+     ("selective_attn",) * 2, ("selective core_attn+layernorm", "selective_attn")],
 )  # fmt: skip
 def test_activation_checkpointing(cell: str, mode: str) -> None:
     assert row(act_ckpt=cell).activation_checkpointing == mode
