@@ -202,8 +202,8 @@ def find_by_name(name: str) -> Framework | None:
 
 
 def get_framework(name: str) -> Framework:
-    """Return the framework with this name, which is known."""
-    return next(f for f in FRAMEWORKS if f.name == name)
+    """Return the framework with this name or alias, which is known."""
+    return next(f for f in FRAMEWORKS if name in (f.name, *f.aliases))
 
 
 def suggest_name(name: str) -> str | None:
