@@ -1,7 +1,8 @@
 """How long a save holds training up, for state in GPU memory: the host's wait, the step's delay, and the copy's speed.
 
 A window of training steps with a save at its start is compared with one without, both timed until the device is idle.
-The bound is a plain copy of as many bytes into pinned memory.
+The bound is a plain copy of as many bytes into pinned memory. Then the same with a session, which waits for the device
+before each save.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import nn
 
 from benchmarks import measure
 from benchmarks.cold import MEMORY_FILE_SYSTEMS, file_system
-from benchmarks.gpu_check.parts import Figures, run_main
+from benchmarks.gpu_check.parts import Figures, PartFailed, run_main
+from benchmarks.gpu_check.session_saves import measure_session
 from benchmarks.measure import CannotRun
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -157,7 +159,18 @@ def measure_stall(options: argparse.Namespace) -> tuple[Figures, Any]:
         "file_system": f"{kind} (in memory)" if kind in MEMORY_FILE_SYSTEMS else kind,
     }
     spreads = {name: measure.spread(values) for name, values in samples.items()}
-    return figures, {"steps_in_a_window": steps, "step_s": step_s, **spreads}
+    details = {"steps_in_a_window": steps, "step_s": step_s, **spreads}
+    is_whole = training.state_bytes > size.state_bytes / 2
+    del training  # whose memory the session needs
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if not is_whole:
+        return {**figures, "session_stall_s": "too little room"}, details
+    try:
+        session_figures, session_details = measure_session(options.device, options.out.parent)
+    except CannotRun as e:
+        raise PartFailed(f"the session's saves were not measured: {e}", figures, details) from e
+    return {**figures, **session_figures}, {**details, **session_details}
 
 
 def _rounds(training: Training, folder: Path, steps: int, rounds: int) -> tuple[list[Round], bool]:

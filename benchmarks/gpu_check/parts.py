@@ -32,11 +32,12 @@ class Part:
 def list_parts(device: str) -> list[Part]:
     """Return the parts in the order in which they run: the tests last, in the time that the measurements leave."""
     return [
-        _own("nvml", "cost of NVML calls and of the sampler's readings", device, 90),
-        _own("nccl", "collectives on one GPU and on all", device, 140, one_gpu=False),
-        _own("staging", "training during a checkpoint of state on the GPU", device, 90),
-        _own("mfu", "the built-in trainer against a bare torch loop, compiled", device, 270),
-        _own("planner", "rates and the predicted step", device, 100, "--mfu", "{root}/mfu/result.json", one_gpu=False),
+        _own("nvml", "cost of NVML calls and of the sampler's readings", device, 80),
+        _own("nccl", "collectives on one GPU and on all", device, 120, one_gpu=False),
+        _own("staging", "training during a checkpoint of state on the GPU", device, 140),
+        _own("mfu", "the built-in trainer against a bare torch loop, compiled", device, 260),
+        _own("planner", "rates and the predicted step", device, 90, "--mfu", "{root}/mfu/result.json", one_gpu=False),
+        _own("layouts", "training of each layout over NCCL, with several GPUs", device, 100, one_gpu=False),
         _own("tests", "tests/gpu", device, TOTAL_S),
     ]
 

@@ -36,6 +36,9 @@ COLUMNS = (
     ("state staged, GiB", "staging", "state_gib"),
     ("stall of a save, s", "staging", "stall_s"),
     ("plain copy, s", "staging", "plain_copy_s"),
+    ("stall of a save in a session, s", "staging", "session_stall_s"),
+    ("of which the host waits, s", "staging", "session_host_wait_s"),
+    ("step of that session, s", "staging", "session_step_s"),
     ("matmul, TFLOP/s", "planner", "matmul_tflops"),
     ("share of the data sheet", "planner", "matmul_share_of_data_sheet"),
     ("the planner's share", "planner", "planner_matmul_share_of_data_sheet"),
@@ -44,6 +47,8 @@ COLUMNS = (
     ("step time over bare torch", "mfu", "step_time_over_bare"),
     ("MFU", "mfu", "mfu"),
     ("step, measured over predicted", "planner", "calibration"),
+    ("layouts trained over NCCL", "layouts", "layouts_trained"),
+    ("layouts failed", "layouts", "layouts_failed"),
     ("tests passed", "tests", "passed"),
     ("tests failed", "tests", "failed"),
 )

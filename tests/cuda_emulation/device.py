@@ -140,7 +140,7 @@ def _replace_cuda_functions() -> None:
         "max_memory_reserved": lambda device=None: emulated.memory_stats(_index(device))[1],
         "reset_peak_memory_stats": lambda device=None: emulated.reset_peak(_index(device)),
         "mem_get_info": lambda device=None: (TOTAL_MEMORY - emulated.memory_stats(_index(device))[0], TOTAL_MEMORY),
-        "empty_cache": lambda: None,
+        "empty_cache": emulated.empty_cache,
         "synchronize": _synchronize,
         "Stream": Stream,
         "Event": Event,
@@ -162,6 +162,7 @@ def _replace_cuda_functions() -> None:
         for name in names:
             setattr(importlib.import_module(module), name, replacements[name])
     torch.version.cuda = "13.0"
+    torch.backends.cudnn.version = lambda: 92_000  # type: ignore[assignment]
 
 
 def _replace_storage_functions() -> None:

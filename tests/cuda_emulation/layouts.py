@@ -60,6 +60,8 @@ CASES: Mapping[str, Case] = {
     "fsdp-offload": Case(Layout(strategy="fsdp", dp_shard=2, offload=True), {"parallel": {"offload": True}}),
     "ddp-activation-offload": Case(_DDP, {"parallel": {"activation_offload": True}}),
     "fsdp-activation-offload": Case(_FSDP, {"precision": "bf16", "parallel": {"activation_offload": True}}),
+    "ddp-layer-stats": Case(_DDP, {"tables": {"stability": {"layer_stats_every": 1}}}),
+    "tp-layer-stats": Case(_TP, {"tables": {"stability": {"layer_stats_every": 1}}}),
     "ddp-sgd": Case(_DDP, {"tables": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}}),
     "fsdp-sgd": Case(_FSDP, {"tables": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}}),
     "tp-sgd": Case(_TP, {"tables": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}}),
@@ -72,3 +74,5 @@ CASES: Mapping[str, Case] = {
 }
 NOT_ON_CPU = frozenset({"fsdp-offload", "ddp-activation-offload", "fsdp-activation-offload"})
 """Cases that need a GPU's own memory, and so have nothing to compare with."""
+COVERING = frozenset({"zero1", "fsdp", "hsdp", "fsdp+tp", "cp", "pp-1f1b", "fsdp-offload", "ddp-fp16", "fsdp-sgd"})
+"""What ``make test`` runs; ``make cuda-emulated`` runs all."""

@@ -15,6 +15,8 @@ from clustertrain.train.core.async_copy import AsyncCopy
 from clustertrain.train.data import prefetch
 from clustertrain.train.data.prefetch import DeviceTransfer
 from clustertrain.train.distributed import grad_norm, parallelize
+from clustertrain.train.session.metrics_writer import MetricsWriter
+from clustertrain.train.stability import monitor
 from clustertrain.train.step import train_step
 from clustertrain.train.step.train_step import TrainStep
 
@@ -82,6 +84,52 @@ def cuda_tensor_gathered_by_gloo() -> None:
     _before_update(gather)
 
 
+# -- what NCCL refuses
+
+
+def tensor_of_another_gpu() -> None:
+    _before_update(lambda step, totals: dist.all_reduce(totals.to(f"cuda:{1 - dist.get_rank()}")))
+
+
+def tensor_of_another_gpu_gathered() -> None:
+    def gather(step: TrainStep, totals: torch.Tensor) -> None:
+        other = totals.to(f"cuda:{1 - dist.get_rank()}")
+        dist.all_gather_into_tensor(torch.empty(2 * totals.numel(), device=totals.device), other.float())
+
+    _before_update(gather)
+
+
+def tensor_of_another_gpu_sent() -> None:
+    def send(step: TrainStep, totals: torch.Tensor) -> None:
+        peer = 1 - dist.get_rank()
+        other = totals.to(f"cuda:{peer}")
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, other, peer), dist.P2POp(dist.irecv, other, peer)])
+
+    _before_update(send)
+
+
+def _bitwise(operation: Any) -> None:
+    _before_update(
+        lambda step, totals: dist.all_reduce(torch.ones(2, dtype=torch.int32, device=totals.device), op=operation)
+    )
+
+
+def bitwise_and() -> None:
+    _bitwise(dist.ReduceOp.BAND)
+
+
+def bitwise_or() -> None:
+    _bitwise(dist.ReduceOp.BOR)
+
+
+def bitwise_xor_scattered() -> None:
+    def scatter(step: TrainStep, totals: torch.Tensor) -> None:
+        flags = torch.ones(2, dtype=torch.int32, device=totals.device)
+        dist.reduce_scatter_tensor(flags[:1].clone(), flags, op=dist.ReduceOp.BXOR)
+
+    _before_update(scatter)
+
+
 # -- a hidden wait of the host
 
 
@@ -110,6 +158,31 @@ def pinned_allocation() -> None:
     _before_update(lambda step, totals: kept.append(torch.empty(1 << 12, pin_memory=True)))
 
 
+def emptied_cache() -> None:
+    _before_update(lambda step, totals: torch.cuda.empty_cache())
+
+
+def host_index() -> None:
+    _before_update(lambda step, totals: totals[torch.tensor([0, 1])])
+
+
+# -- a wait for the step just launched, in the place of one for an earlier step
+
+
+def check_without_lag() -> None:
+    monitor.CHECK_LAG_STEPS = 0
+
+
+def metrics_at_once() -> None:
+    enqueue = MetricsWriter.enqueue
+
+    def changed(self: MetricsWriter, *args: Any, **kwargs: Any) -> None:
+        enqueue(self, *args, **kwargs)
+        self.flush(wait=True)
+
+    MetricsWriter.enqueue = changed  # type: ignore[method-assign]
+
+
 # -- use of a tensor on a stream without an event
 
 
@@ -123,18 +196,29 @@ def transfer_without_wait() -> None:
     DeviceTransfer.__call__ = call  # type: ignore[method-assign]
 
 
-def staging_without_wait() -> None:
-    """The copy of a checkpoint and the step do not wait for each other."""
+def _stage_with_streams(choose: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Let each staging take the current stream and an idle one, as ``choose`` orders them, for its two waits."""
     stage, current_stream = StagingBuffer.stage, torch.cuda.current_stream
 
     def changed(self: StagingBuffer, *args: Any) -> Any:
-        torch.cuda.current_stream = lambda device=None: torch.cuda.Stream(device)  # type: ignore[assignment]
+        streams = iter(choose(current_stream(), torch.cuda.Stream()))
+        torch.cuda.current_stream = lambda device=None: next(streams)  # type: ignore[assignment]
         try:
             return stage(self, *args)
         finally:
             torch.cuda.current_stream = current_stream
 
     StagingBuffer.stage = changed  # type: ignore[method-assign]
+
+
+def staging_does_not_wait_for_step() -> None:
+    """The copy of a checkpoint may start before the step's last kernels."""
+    _stage_with_streams(lambda current, idle: (idle, current))
+
+
+def step_does_not_wait_for_staging() -> None:
+    """The next step's kernels may start during the copy of a checkpoint."""
+    _stage_with_streams(lambda current, idle: (current, idle))
 
 
 def values_on_another_stream() -> None:
@@ -246,6 +330,54 @@ def later_on_one_rank() -> None:
         return result
 
     TrainStep._update = changed  # type: ignore[method-assign]
+
+
+# -- transfers between two ranks in orders that do not match: gloo carries them, NCCL hangs
+
+
+def both_send_first() -> None:
+    """Each rank sends by itself before it receives."""
+
+    def exchange(step: TrainStep, totals: torch.Tensor) -> None:
+        peer = 1 - dist.get_rank()
+        ours = torch.ones(8, device=totals.device)
+        theirs = torch.empty_like(ours)
+        for work in [dist.isend(ours, peer), dist.irecv(theirs, peer)]:
+            work.wait()  # type: ignore[union-attr]
+
+    _before_update(exchange)
+
+
+def transfer_across_a_collective() -> None:
+    """One rank sends in a batch before a reduction, and the other receives after it."""
+
+    def exchange(step: TrainStep, totals: torch.Tensor) -> None:
+        sent, reduced = torch.ones(8, device=totals.device), torch.ones(4, device=totals.device)
+        if dist.get_rank() == 0:
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, 1)])
+            dist.all_reduce(reduced)
+        else:
+            dist.all_reduce(reduced)
+            works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, sent, 0)])
+        for work in works:
+            work.wait()
+
+    _before_update(exchange)
+
+
+def batch_against_single_transfer() -> None:
+    """One rank sends in a batch, in the group's stream, and the other receives outside of one."""
+
+    def exchange(step: TrainStep, totals: torch.Tensor) -> None:
+        tensor = torch.ones(8, device=totals.device)
+        if dist.get_rank() == 0:
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])
+        else:
+            works = [dist.irecv(tensor, 0)]  # type: ignore[list-item]
+        for work in works:
+            work.wait()
+
+    _before_update(exchange)
 
 
 # -- random numbers of the device that are not restored

@@ -8,18 +8,14 @@ import pytest
 
 from tests.cuda_emulation import sync_budget
 from tests.cuda_emulation.collectives import check_order
-from tests.cuda_emulation.layouts import CASES, NOT_ON_CPU
+from tests.cuda_emulation.layouts import CASES, COVERING, NOT_ON_CPU
 from tests.cuda_emulation.races import RaceChecker
-from tests.cuda_emulation.traced_run import STEPS, cpu_losses, traced_run
+from tests.cuda_emulation.traced_run import STEPS, TRACED_STEPS, cpu_losses, traced_run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.emulated]
 # bf16 rounds differently in another order of sums; SOAP's eigenvectors turn with the last bit of a gradient.
 TOLERANCE = {"bf16": 5e-3, "fp16": 1e-3}
 LOOSE = {"fsdp-soap": 0.05, "fsdp-muon": 1e-3, "zero1-muon": 1e-3, "tp-muon": 1e-3}
-
-
-# What `make test` runs; `make cuda-emulated` runs all.
-COVERING = frozenset({"zero1", "fsdp", "hsdp", "fsdp+tp", "cp", "pp-1f1b", "fsdp-offload", "ddp-fp16", "fsdp-sgd"})
 
 
 def _cases(*, on_cpu: bool = False) -> list[Any]:
@@ -47,6 +43,12 @@ def test_host_waits_only_where_named(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", _cases())
+def test_host_waits_for_metrics_of_earlier_steps_only(name: str) -> None:
+    for rank, events in traced_run(name).events.items():
+        assert sync_budget.early_waits(events, TRACED_STEPS) == [], f"rank {rank}"
+
+
 def test_each_allowed_wait_has_a_reason() -> None:
     allowed = {*sync_budget.EVERY_STEP, *(wait for waits in sync_budget.MORE.values() for wait in waits)}
     assert allowed == sync_budget.REASONS.keys()
@@ -61,7 +63,7 @@ def test_streams_do_not_race(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _cases())
-def test_ranks_start_collectives_in_the_same_order(name: str) -> None:
+def test_ranks_start_collectives_and_transfers_in_orders_that_match(name: str) -> None:
     run = traced_run(name)
     assert any(e.kind == "collective" for e in run.events[0])
     assert check_order(run.events, run.groups) == []

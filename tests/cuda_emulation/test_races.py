@@ -122,7 +122,54 @@ def test_wrong_order_of_collectives_is_found(second: list[Event]) -> None:
     assert (0, 1) in {mismatch.ranks for mismatch in found}
 
 
-def test_groups_of_others_and_transfers_are_ignored() -> None:
+def test_groups_and_transfers_of_others_are_ignored() -> None:
     second = [FIRST[0], collective("all", "send", peer=2), FIRST[1], FIRST[2]]
-    third = [FIRST[0], FIRST[2]]
+    third = [FIRST[0], collective("all", "recv", peer=1), FIRST[2]]
     assert check_order({0: FIRST, 1: second, 2: third}, GROUPS) == []
+
+
+def transfers(*names: str) -> list[Event]:
+    """Return one batch for each text like ``send recv``, and single transfers for ``single send``, with rank 1 or 0."""
+    events: list[Event] = []
+    for name in names:
+        if name == "all_reduce":
+            events.append(collective("pair", name))
+        elif name.startswith("single "):
+            events.append(collective("pair", name.removeprefix("single "), peer=0))
+        else:
+            events += [collective("pair", f"batched {direction}", peer=0) for direction in name.split()]
+            events.append(collective("pair", "end of batch"))
+    return events
+
+
+def to_peer(events: Sequence[Event], peer: int) -> list[Event]:
+    return [e._replace(value=peer) if e.value >= 0 else e for e in events]
+
+
+MATCHING = {
+    "batches": (["send recv", "all_reduce"], ["recv send", "all_reduce"]),
+    "another order in a batch": (["send recv"], ["send recv"]),
+    "a batch against two": (["send send"], ["recv", "recv"]),
+    "single transfers in turn": (["single send", "single recv"], ["single recv", "single send"]),
+    "a single transfer beside a batch": (["single send", "send"], ["recv", "single recv"]),
+}
+STUCK = {
+    "both send first": (["single send", "single recv"], ["single send", "single recv"]),
+    "both send in batches first": (["send", "recv"], ["send", "recv"]),
+    "across a collective": (["send", "all_reduce"], ["all_reduce", "recv"]),
+    "a batch against a single transfer": (["send"], ["single recv"]),
+    "nobody receives": (["send"], []),
+}
+
+
+@pytest.mark.parametrize("name", [*MATCHING, *STUCK])
+def test_transfers_run_or_are_found(name: str) -> None:
+    ours, theirs = {**MATCHING, **STUCK}[name]
+    traces = {0: to_peer(transfers(*ours), 1), 1: to_peer(transfers(*theirs), 0)}
+    assert len(check_order(traces, GROUPS)) == (name in STUCK)
+
+
+def test_transfer_of_another_size_is_found() -> None:
+    sent, received = to_peer(transfers("send"), 1), to_peer(transfers("recv"), 0)
+    received[0] = received[0]._replace(name="pair|batched recv|Floatx8 ")
+    assert len(check_order({0: sent, 1: received}, GROUPS)) == 1

@@ -42,7 +42,7 @@ class Event(NamedTuple):
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
     value: int
-    """Bytes of a copy, number of an event, or peer of a transfer."""
+    """Bytes of a copy, number of an event, or a transfer's peer, which is -1 for a collective."""
     place: str
     """The innermost function of clustertrain: ``train.step.train_step._update``."""
     caller: str
@@ -122,11 +122,13 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def _group_ranks() -> dict[str, list[int]]:
-    """Return the ranks of each of this rank's groups by the group's name."""
+    """Return the ranks of each of this rank's groups, in the group's order, by the group's name."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    return {world.pg_names[group]: sorted(ranks) for group, ranks in world.pg_group_ranks.items()}
+    return {
+        world.pg_names[group]: sorted(ranks, key=ranks.__getitem__) for group, ranks in world.pg_group_ranks.items()
+    }
 
 
 def read_groups(path: Path) -> dict[str, tuple[int, ...]]:

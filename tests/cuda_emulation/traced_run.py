@@ -18,6 +18,7 @@ from tests.ranks.rank_pool import Ranks, make_run
 
 STEPS = 8
 TRACED = (6, 7)
+TRACED_STEPS = TRACED[1] - TRACED[0] + 1
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class TracedRun:
 
     def waits_per_step(self) -> dict[int, dict[Wait, float]]:
         """Return how often each rank waited for the device in a step, by what waited and where."""
-        steps = TRACED[1] - TRACED[0] + 1
         counts = {
             rank: Counter((e.name, e.place) for e in events if e.kind == "sync") for rank, events in self.events.items()
         }
-        return {rank: {wait: n / steps for wait, n in waits.items()} for rank, waits in counts.items()}
+        return {rank: {wait: n / TRACED_STEPS for wait, n in waits.items()} for rank, waits in counts.items()}
 
 
 def _train(case: Case, folder: Path, **options: Any) -> Ranks:

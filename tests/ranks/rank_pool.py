@@ -32,13 +32,28 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from tests.runs import DEVICE
 
+
+def preloaded_modules(*, has_cuda: bool) -> list[str]:
+    """Return the modules that the fork server imports for all ranks, some of which may not be installed.
+
+    Args:
+        has_cuda: torch was built with CUDA. Then torchao is not among them: its import counts the GPUs, after which
+            CUDA cannot be initialized in a fork.
+    """
+    return [
+        "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
+        "pytorch_optimizer", *([] if has_cuda else ["torchao.optim"]), "sklearn.datasets", "clustertrain.train.trainer",
+    ]  # fmt: skip
+
+
 CONTEXT = multiprocessing.get_context("forkserver")
 # Modules that are not installed are omitted.
 CONTEXT.set_forkserver_preload(
-    [*(["tests.cuda_emulation.device"] if DEVICE == "cuda" else []),
-     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
-     "pytorch_optimizer", "torchao.optim", "sklearn.datasets", "clustertrain.train.trainer"]
-)  # fmt: skip
+    [
+        *(["tests.cuda_emulation.device"] if DEVICE == "cuda" else []),
+        *preloaded_modules(has_cuda=torch.backends.cuda.is_built()),
+    ]
+)
 SEQ_LEN = 16
 TEXT = typing.__file__  # one file: listing the whole standard library takes 10 ms per rank
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}

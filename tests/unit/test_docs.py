@@ -18,6 +18,8 @@ from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from docs.generate import configuration, pages
+from tests.cuda_emulation import waits
+from tests.cuda_emulation.layouts import CASES
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,6 +62,14 @@ def test_tests_named_in_training_practice_exist() -> None:
         path = ROOT / "tests" / file
         assert path.is_file(), file
         assert not test or f"def {test}(" in path.read_text(), f"{file}::{test}"
+
+
+def test_waits_for_the_gpu_are_current() -> None:
+    """The page names the reasons and the layouts of the tests; its counts come from a run of some minutes."""
+    text = waits.PAGE.read_text()
+    assert "\n".join(waits.format_reasons()) in text, "run: make cuda-waits"
+    layouts = {name for line in text.splitlines() if line.count("|") == 3 for name in line.split("|")[1].split(", ")}
+    assert {name.strip() for name in layouts} >= set(CASES), "run: make cuda-waits"
 
 
 def test_sample_cluster_profile_is_valid() -> None:

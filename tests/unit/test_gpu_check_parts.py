@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import msgspec
 import pytest
 
 from benchmarks import step_overhead
-from benchmarks.gpu_check import evidence, part_mfu, part_planner
+from benchmarks.gpu_check import evidence, part_layouts, part_mfu, part_planner
+from benchmarks.gpu_check.parts import PartFailed
 from benchmarks.measure import CannotRun
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.plan import planner
+from tests.cuda_emulation.layouts import CASES, Case
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.long
@@ -84,13 +87,44 @@ def test_setting_survives_its_description() -> None:
     assert replace(step_overhead.CPU, **described).model == step_overhead.CUDA.model
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("gpus", "fitting"), [(1, 0), (2, sum(case.layout.world_size == 2 for case in CASES.values())), (4, len(CASES))]
+)
+def test_layouts_that_need_more_gpus_are_named(monkeypatch: pytest.MonkeyPatch, gpus: int, fitting: int) -> None:
+    monkeypatch.setattr(part_layouts.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(part_layouts, "_train", lambda case, device, lane: part_layouts.Outcome(5.0))
+    figures, _ = part_layouts.measure_layouts(argparse.Namespace(device="cuda"))
+    assert figures["layouts_trained"] == fitting
+    skipped = str(figures["skipped_for_lack_of_gpus"])
+    assert len([name for name in skipped.split(", ") if name in CASES]) == len(CASES) - fitting
+
+
+def test_layout_with_another_first_loss_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(case: Case, device: str, lane: list[int]) -> part_layouts.Outcome:
+        assert lane in ([0, 1, 2, 3], [4, 5, 6, 7])
+        return part_layouts.Outcome(5.2 if case is CASES["hsdp"] else 5.0)
+
+    monkeypatch.setattr(part_layouts.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(part_layouts, "_train", train)
+    with pytest.raises(PartFailed, match=r"hsdp: the first loss is 5.2, and 5 with one rank") as failed:
+        part_layouts.measure_layouts(argparse.Namespace(device="cuda"))
+    assert failed.value.figures["failed"] == "hsdp"
+
+
+def test_layouts_without_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_layouts.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(part_layouts, "START_S", -1.0)
+    figures, _ = part_layouts.measure_layouts(argparse.Namespace(device="cuda"))
+    assert figures["layouts_trained"] == 0 and "ddp" in str(figures["no_time_left"]).split(", ")
+
+
+@pytest.mark.timeout(480)
 def test_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     """The parts that no other test runs; `make gpu-check-cpu` runs all."""
     folder = tmp_path / "evidence"
-    names = ["nvml", "nccl", "staging", "mfu"]
+    names = ["nvml", "nccl", "staging", "mfu", "layouts"]
     argv = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--out", str(folder), "--parts", *names]
-    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=460)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = evidence.load(folder)
     assert {p["name"]: p["status"] for p in summary["parts"]} == dict.fromkeys(names, "ok")
@@ -98,5 +132,7 @@ def test_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     figures = {p["name"]: p["figures"] for p in summary["parts"]}
     assert figures["nccl"]["two ranks"] == "works"
     assert figures["staging"]["state_gib"] > 0
+    assert figures["staging"]["session_host_wait_s"] > 0
+    assert (figures["layouts"]["layouts_trained"], figures["layouts"]["failed"]) == (2, "none")
     assert figures["mfu"]["tokens_per_s"] > 0
     assert figures["nvml"]["fields_without_a_value"] == "none"

@@ -6,16 +6,16 @@ with which it was run (:mod:`clustertrain.plan.table.rows`).
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from clustertrain.config.optim import OptimSpec
-from clustertrain.config.parsing.documents import did_you_mean
-from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 
 _DEFAULT_OPTIM = OptimSpec()
+_VERSION = re.compile(r"-(core-)?v?\d[\w.+-]*$")  # of a framework, after its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,31 +125,31 @@ FRAMEWORKS: tuple[Framework, ...] = (
     replace(
         _OLD_MEGATRON, name="megatron-lm-2021", pattern=r"SC21|2205\.05198|Korthikanti|MT-NLG|OPT paper", traffic=0.8
     ),
-    replace(_OLD_MEGATRON, name="alpa", pattern=r"alpa", traffic=0.8),
-    replace(_MEGATRON_DEEPSPEED, pattern=r"(?i)bigscience|megatron-deepspeed"),
-    replace(_OLD_MEGATRON, name="vtrain", pattern=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
+    replace(_OLD_MEGATRON, name="alpa", pattern=r"(?i)\balpa\b", traffic=0.8),
+    replace(_MEGATRON_DEEPSPEED, aliases=("deepspeed-megatron",), pattern=r"(?i)bigscience|megatron-deepspeed"),
+    replace(_OLD_MEGATRON, name="vtrain", pattern=r"(?i)vtrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
     replace(
-        _MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA",
+        _MEGATRON, name="megatron-llama", pattern=r"(?i)megatron-llama",
         sequence_parallel=False, fused_mlp=False, logit_bytes=14,
     ),
     # Its step creates fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
     replace(
-        _MEGATRON, name="internevo", aliases=("internlm",), pattern=r"InternEvo", grad_bytes=2, reduce_bytes=2,
+        _MEGATRON, name="internevo", aliases=("internlm",), pattern=r"(?i)internevo", grad_bytes=2, reduce_bytes=2,
         update_bytes=12, regathers=False, fused_mlp=False, logit_bytes=14,
     ),
     replace(
-        _MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6,
+        _MEGATRON, name="nanotron", pattern=r"(?i)nanotron", traffic=1.34, flash=0.6,
         regathers=False, fused_mlp=False, logit_bytes=14, even_stages=False,
     ),
     # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
     Framework(
-        name="composer", aliases=("llm-foundry", "mosaicml", "mpt"), pattern=r"llm-foundry", reduce_bytes=2,
+        name="composer", aliases=("llm-foundry", "mosaicml", "mpt"), pattern=r"(?i)llm-foundry", reduce_bytes=2,
         logit_bytes=4, traffic=0.92, flash=0.43,
     ),
-    replace(_TORCHTITAN, pattern=r"torchtitan|float8 and FSDP2"),
+    replace(_TORCHTITAN, pattern=r"(?i:torchtitan)|float8 and FSDP2"),
     Framework(
-        name="litgpt", aliases=("lit-gpt", "lightning", "thunder"), pattern=r"litgpt", weight_bytes=2, grad_bytes=2,
-        optimizer_bytes=4, reduce_bytes=2, plain_norms=True,
+        name="litgpt", aliases=("lit-gpt", "lightning", "thunder"), pattern=r"(?i)litgpt|lit-gpt", weight_bytes=2,
+        grad_bytes=2, optimizer_bytes=4, reduce_bytes=2, plain_norms=True,
     ),
     # Megatron's model and FlashAttention under DeepSpeed's ZeRO-1.
     replace(
@@ -191,18 +191,25 @@ def find_framework(text: str) -> Framework | None:
     return next((f for f in FRAMEWORKS if f.pattern and re.search(f.pattern, text)), None)
 
 
-def get_framework(name: str) -> Framework:
-    """Return the framework with this name or alias, or the one that the text names (``NeMo 25.04``).
+def find_by_name(name: str) -> Framework | None:
+    """Return the framework with this name or alias, with or without a version, or the one that the text names.
 
-    Raises:
-        ConfigError: there is none; the message suggests similar names.
+    ``TorchTitan v0.1`` is torchtitan, and ``NVIDIA NeMo 25.04`` nemo. None: there is none.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    framework = next((f for f in FRAMEWORKS if key in (f.name, *f.aliases)), None) or find_framework(name)
-    if framework is None:
-        names = [n for f in FRAMEWORKS for n in (f.name, *f.aliases)]
-        raise ConfigError(f"framework = {name!r} is not known; {did_you_mean(key, names)}")
-    return framework
+    keys = (key, _VERSION.sub("", key))
+    return next((f for k in keys for f in FRAMEWORKS if k in (f.name, *f.aliases)), None) or find_framework(name)
+
+
+def get_framework(name: str) -> Framework:
+    """Return the framework with this name or alias, which is known."""
+    return next(f for f in FRAMEWORKS if name in (f.name, *f.aliases))
+
+
+def suggest_name(name: str) -> str | None:
+    """Return the name or alias that is most similar to ``name``, or None if none is similar."""
+    names = [n for f in FRAMEWORKS for n in (f.name, *f.aliases)]
+    return next(iter(difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)), None)
 
 
 def with_half_states(framework: Framework) -> Framework:

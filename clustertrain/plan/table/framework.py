@@ -12,25 +12,37 @@ from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.table.cells import cell, parse_number
 
 MAX_OLD_SEQ_LEN = 2048
+_UNSTATED = ("", "unknown", "n/a", "na", "none", "-", "?", "custom", "in-house", "other")
 _RECENT_MODELS = re.compile(r"llama|qwen|mistral|mixtral|internlm|gemma|deepseek|nemotron|olmo", re.IGNORECASE)
 _BLOCK_SCALED = re.compile(r"mx|fp4", re.IGNORECASE)
 
 
 def find_row_framework(row: Mapping[str, str], gpu: GpuType) -> tuple[Framework, str]:
-    """Return the row's framework, and a note if it was inferred from the layout.
+    """Return the row's framework, and a note if its column ``framework`` names none that is known.
 
     Raises:
-        ConfigError: the column ``framework`` has an unknown name, or a cell is not a number.
+        ConfigError: a cell is not a number.
     """
     name, text = cell(row, "framework"), f"{cell(row, 'source')} {cell(row, 'note')}"
-    if name:
-        return _adapt(row, _by_age(frameworks.get_framework(name), row, gpu)), ""
+    is_stated = name.lower() not in _UNSTATED
+    stated = frameworks.find_by_name(name) if is_stated else None
+    if stated is not None:
+        return _adapt(row, _by_age(stated, row, gpu)), ""
+    problem = _describe_unknown(name) if is_stated else "framework is not stated"
     named = frameworks.find_framework(text)
     if named is not None:
-        return _adapt(row, _by_age(named, row, gpu)), ""
-    name, reason = _infer_name(row)
-    inferred = _adapt(row, _by_age(frameworks.get_framework(name), row, gpu))
-    return inferred, f"framework is not stated: {inferred.name}, usual {reason}"
+        framework, reason = named, "as in the row's text"
+    else:
+        usual, purpose = _infer_name(row)
+        framework, reason = frameworks.get_framework(usual), f"usual {purpose}"
+    framework = _adapt(row, _by_age(framework, row, gpu))
+    is_known = named is not None and not is_stated
+    return framework, "" if is_known else f"{problem}: {framework.name}, {reason}"
+
+
+def _describe_unknown(name: str) -> str:
+    similar = frameworks.suggest_name(name)
+    return f"framework = {name!r} is not known{f' (did you mean {similar}?)' if similar else ''}"
 
 
 def _infer_name(row: Mapping[str, str]) -> tuple[str, str]:

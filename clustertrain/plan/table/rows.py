@@ -21,7 +21,7 @@ from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.layout import Layout, Strategy
-from clustertrain.plan.table.cells import cell, parse_number
+from clustertrain.plan.table.cells import cell, parse_number, with_usual_spelling
 from clustertrain.plan.table.framework import find_row_framework
 
 DEFAULT_SEQ_LEN, DEFAULT_VOCAB_SIZE = 2048, 50_304
@@ -35,6 +35,8 @@ _PRECISIONS = (
     (r"fp4", "fp4"),
     (r"mx|alternative granularity", "mxfp8"),
     (r"fp8", "fp8"),
+    # Before the others: mixed precision is often named with the type of its gradients or master weights.
+    (r"bf16|bfloat16", "bf16"),
     (r"fp16|float16|half", "fp16"),
     (r"tf32", "tf32"),
     (r"fp32", "fp32"),
@@ -69,7 +71,7 @@ class TableRow:
     gpus: int
     has_layout: bool  # the layout is stated
     stated: frozenset[str]  # columns with a value, and what the text states otherwise (_find_stated)
-    framework_note: str  # why this framework, if the row names none
+    framework_note: str  # why this framework, if the row names none that is known
 
     @property
     def grad_accum(self) -> int:
@@ -98,8 +100,9 @@ def parse_row(row: Mapping[str, str]) -> TableRow:
     """Parse a row.
 
     Raises:
-        ConfigError: an unknown GPU type or framework, an invalid number, contradictory degrees, a mixture of experts.
+        ConfigError: an unknown GPU type, an invalid number, contradictory degrees, a mixture of experts.
     """
+    row = with_usual_spelling(row)
     if parse_number(row, "ep") > 1 or _MIXTURES.search(cell(row, "model")):
         raise ConfigError(f"{cell(row, 'model') or 'the model'} is a mixture of experts, which is not predicted")
     gpu = find_row_gpu(row)

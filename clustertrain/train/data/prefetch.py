@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -38,8 +40,24 @@ def _copy_to_device(batch: Any, device: torch.device, compute_stream: torch.cuda
         on_device = pinned.to(device, non_blocking=True)
         on_device.record_stream(compute_stream)  # keeps its memory until the step has used it
         return on_device
-    if isinstance(batch, dict):
-        return {k: _copy_to_device(v, device, compute_stream) for k, v in batch.items()}
+    # The containers that collating and pinning keep: torch's default_collate and pin_memory.
+    if isinstance(batch, Mapping):
+        return _rebuild_mapping(batch, {k: _copy_to_device(v, device, compute_stream) for k, v in batch.items()})
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_copy_to_device(v, device, compute_stream) for v in batch)
+        values = [_copy_to_device(v, device, compute_stream) for v in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return ``batch`` with other values; a dict if its type can be neither copied nor built from one."""
+    if type(batch) is dict:
+        return values
+    try:
+        if isinstance(batch, MutableMapping):  # it may have attributes beside its items
+            clone = copy.copy(batch)
+            clone.update(values)
+            return clone
+        return type(batch)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return values

@@ -3,6 +3,7 @@ values."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import divisibility, dropout
+
+_CUDNN_9_15_0 = 91_500
 
 
 class SelfAttention(nn.Module):
@@ -29,6 +32,7 @@ class SelfAttention(nn.Module):
         self.mesh: DeviceMesh | None = None
         self.rank = 0
         self.ring = False
+        self.prefers_cudnn = False
 
     def first_position(self, length: int) -> int:
         """Return the position in the sequence of the first of this rank's ``length`` tokens."""
@@ -53,24 +57,43 @@ class SelfAttention(nn.Module):
             return _attend(q, k, v, causal=True)
         # is_causal aligns the diagonal of a non-square mask with the upper left corner.
         mask = torch.ones(length, kv_length, dtype=torch.bool, device=q.device).tril(kv_length - length)
-        return _attend(q, k, v, mask=mask)
+        return _attend(q, k, v, mask=mask, prefers_cudnn=self.prefers_cudnn)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    prefers_cudnn: bool = False,
 ) -> torch.Tensor:
     """Attend with a fused kernel: plain products would keep scores of the length squared.
 
-    torch 2.13 has kernels for grouped heads on GPUs for 16 bits only, and with a mask only cuDNN's, which it prefers on
-    Hopper and Blackwell. For the memory-efficient kernel, keys and values are repeated for each query head.
+    torch 2.13 has kernels for grouped heads on GPUs for 16 bits only, and with a mask only cuDNN's. Where it does not
+    prefer that, it takes plain products. For the memory-efficient kernel, keys and values are repeated for each query
+    head.
     """
-    if q.is_cuda and q.shape[1] != k.shape[1]:
-        has_cudnn = torch.cuda.get_device_capability(q.device)[0] in (9, 10)
-        if q.dtype == torch.float32 or (mask is not None and not has_cudnn):
-            k, v = _repeat_heads(q, k, v)
+    has_no_kernel = q.dtype == torch.float32 or (mask is not None and not prefers_cudnn)
+    if q.is_cuda and q.shape[1] != k.shape[1] and has_no_kernel:
+        k, v = _repeat_heads(q, k, v)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _prefers_cudnn(device: torch.device) -> bool:
+    """Return whether torch tries cuDNN's attention before the others, as its ``check_prefer_cudnn_attention`` does.
+
+    On Hopper and Blackwell of data centers, with a cuDNN newer than 9.15.0 (pytorch issue 169849), which torch's wheels
+    for CUDA 12 do not have, unless an environment variable says otherwise.
+    """
+    if device.type != "cuda" or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    cudnn: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return major in (9, 10) and minor in (0, 3) and cudnn > _CUDNN_9_15_0
 
 
 def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,9 +153,11 @@ def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None
     ring = context.parallel.context_parallel_method == "ring"
     if ring:
         _enable_ring()
+    prefers_cudnn = _prefers_cudnn(context.device)
     for module in model_part.modules():
         if isinstance(module, SelfAttention):
             module.mesh, module.ring, module.rank = mesh, ring, mesh.get_local_rank()
+            module.prefers_cudnn = prefers_cudnn
 
 
 def _enable_ring() -> None:

@@ -142,9 +142,8 @@ class LayerStats:
         }
         names = [f"{stat}/{unit}" for stat in table for unit in self.units]
         values = torch.cat([*table.values()])
-        unit_index = {n: self.units.index(n) for n in self._activation_names}
-        names += [f"activation/{n}" for n in unit_index] + [f"dead/{n}" for n in relus]
-        rows = unit_sums[list(unit_index.values())]
+        names += [f"activation/{n}" for n in self._activation_names] + [f"dead/{n}" for n in relus]
+        rows = unit_sums[self._activation_units]
         values = torch.cat([values, rows[:, _ACTIVATION] / rows[:, _COUNT], relu_counts[:, 0] / relu_counts[:, 1]])
         return AsyncCopy(names, values)
 
@@ -157,6 +156,13 @@ class LayerStats:
     @functools.cached_property
     def _activation_names(self) -> list[str]:
         return self._gather_from_stages([n for n, _ in self._hooked_modules])
+
+    @functools.cached_property
+    def _activation_units(self) -> torch.Tensor:
+        """Indices of the units with activations, on the device: the host would wait for a copy of an index from it."""
+        return torch.tensor(
+            [self.units.index(n) for n in self._activation_names], device=self._context.device, dtype=torch.long
+        )
 
     @functools.cached_property
     def _relu_names(self) -> list[str]:

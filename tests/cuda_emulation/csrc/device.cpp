@@ -294,7 +294,7 @@ struct EmulatedGuard final : impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     synchronize_event(event_id(event));
-    observe(kSync, "event.synchronize");
+    observe(kSync, "event.synchronize", 0, {}, {}, event_id(event));
   }
   void synchronizeDevice(const DeviceIndex) const override {
     synchronize_all();
@@ -313,6 +313,10 @@ C10_REGISTER_GUARD_IMPL(CUDA, EmulatedGuard);
 
 DeviceIndex current_device() { return t_device; }
 void set_current_device(DeviceIndex index) { t_device = index; }
+void empty_cache() {
+  synchronize_all();  // cudaFree waits for the device
+  observe(kSync, "empty_cache");
+}
 int64_t current_stream_id() { return t_stream[t_device]; }
 int64_t new_stream_id() { return g_next_stream++; }
 void set_lag(int64_t kernels) { g_lag = kernels; }

@@ -49,6 +49,8 @@ int64_t current_stream_id();
 int64_t new_stream_id();
 // The host waits for the stream.
 void synchronize_stream(int64_t stream);
+// Gives unused memory back, for which the host waits for the device.
+void empty_cache();
 
 c10::Allocator* device_allocator();
 bool is_pinned(const void* pointer);

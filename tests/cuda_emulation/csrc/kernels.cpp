@@ -20,9 +20,10 @@ using namespace c10;
 
 namespace {
 
-// Operators that take CPU indices with CUDA tensors.
-const std::set<std::string> kTakeHostIndices = {"aten::index.Tensor", "aten::index_put", "aten::index_put_",
-                                                "aten::_index_put_impl_", "aten::_unsafe_index.Tensor"};
+// Operators that take CPU indices with CUDA tensors, and copy them to the device.
+const std::set<std::string> kTakeHostIndices = {"aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put",
+                                                "aten::index_put_", "aten::_index_put_impl_",
+                                                "aten::_unsafe_index.Tensor"};
 // Operators whose CUDA kernels wait for the device: the size of their result depends on values, or they read one.
 const std::set<std::string> kSynchronize = {
     "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
@@ -142,11 +143,15 @@ class Call {
 
   void run() {
     for (size_t i = first_; i < stack_->size(); i++) replace_argument(i);
-    TORCH_CHECK(aliases_.empty() || !has_host_tensor_ || kTakeHostIndices.count(name_) > 0,
+    TORCH_CHECK(aliases_.empty() || !has_host_tensor_,
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:",
                 static_cast<int>(index()), " and cpu! (emulated ", name_, ")");
     TORCH_CHECK(device_ < 0 || device_ == current_device(), "emulated ", name_, " runs on cuda:",
                 static_cast<int>(device_), " while cuda:", static_cast<int>(current_device()), " is current");
+    // A structured operator has copied them already, to find its output's size, before it arrives as its out= overload.
+    if (host_index_bytes_ > 0 && !aliases_.empty() && name_ != "aten::index.Tensor_out") {
+      observe(kSync, "blocking copy, host to device", 0, {}, {}, host_index_bytes_);
+    }
     // Structured operators arrive as their out= overload.
     const bool waits = kSynchronize.count(name_) + kSynchronize.count(op_.operator_name().name) > 0;
     call_kernel();
@@ -194,7 +199,12 @@ class Call {
       generator_ = value.toGenerator();
       value = IValue();
     } else {
-      map_tensors(value, [&](const at::Tensor& t) { return to_host(t, is_written); });
+      const bool are_indices = value.isOptionalTensorList() && kTakeHostIndices.count(name_) > 0;
+      map_tensors(value, [&](const at::Tensor& t) {
+        if (!are_indices || is_cuda(t)) return to_host(t, is_written);
+        if (t.defined()) host_index_bytes_ += static_cast<int64_t>(t.nbytes());
+        return t;
+      });
     }
   }
 
@@ -283,6 +293,7 @@ class Call {
   size_t first_ = 0;
   DeviceIndex device_ = -1;
   bool has_host_tensor_ = false;
+  int64_t host_index_bytes_ = 0;
   std::optional<at::Generator> generator_;
   std::vector<std::pair<at::Tensor, at::Tensor>> aliases_;  // of the device, of the host
   Ranges reads_, writes_;

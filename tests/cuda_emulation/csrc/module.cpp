@@ -54,6 +54,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize_device", [](int index) {
     c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->synchronizeDevice(static_cast<c10::DeviceIndex>(index));
   });
+  m.def("empty_cache", &empty_cache);
   m.def("set_capacity", &set_capacity);
   m.def("set_host_random", &set_host_random);
   m.def("set_lag", &set_lag);

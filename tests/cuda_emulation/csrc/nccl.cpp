@@ -121,6 +121,7 @@ class EmulatedNCCL final : public c10d::Backend {
 
   void startCoalescing() override { coalesced_.emplace(); }
   InnerWork endCoalescing() override {
+    sign("end of batch", {}, -1);
     auto work = make_intrusive<WorkGroup>(std::move(*coalesced_));
     coalesced_.reset();
     return work;
@@ -142,6 +143,7 @@ class EmulatedNCCL final : public c10d::Backend {
     });
   }
   InnerWork reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
+    check_operation(o.reduceOp);
     return run("reduce", tensors, tensors, o.asyncOp, [&] { return gloo_->reduce(host(tensors), o); });
   }
   InnerWork allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
@@ -237,6 +239,9 @@ class EmulatedNCCL final : public c10d::Backend {
     for (const auto& t : tensors) {
       TORCH_CHECK(is_cuda(t), "No backend type associated with device type ", t.device().type(), " (emulated NCCL, ",
                   name, ")");
+      TORCH_CHECK(t.device().index() == current_device(), "Tensor found on device ", t.device(),
+                  " but backend constrained to cuda:", static_cast<int>(current_device()), " (emulated NCCL, ", name,
+                  ")");
       TORCH_CHECK(t.is_non_overlapping_and_dense(), "Tensors must be contiguous (emulated NCCL, ", name, ")");
       const auto dtype = t.scalar_type();
       TORCH_CHECK(dtype != ScalarType::Short && !isComplexType(dtype),
@@ -244,7 +249,14 @@ class EmulatedNCCL final : public c10d::Backend {
     }
   }
 
-  // Reports the order of collectives, which must be the same on all ranks of a group.
+  static void check_operation(const c10d::ReduceOp& operation) {
+    TORCH_CHECK_VALUE(operation != c10d::ReduceOp::BAND && operation != c10d::ReduceOp::BOR &&
+                          operation != c10d::ReduceOp::BXOR,
+                      "Cannot use ReduceOp.BAND, BOR or BXOR with NCCL (emulated)");
+  }
+
+  // Reports the order of collectives, which must be the same on all ranks of a group, and of transfers, with the peer's
+  // rank in the group.
   void sign(const std::string& name, const Tensors& tensors, int peer) {
     if (!is_observed(kCollective)) return;
     std::ostringstream text;
@@ -292,12 +304,13 @@ class EmulatedNCCL final : public c10d::Backend {
   }
   InnerWork transfer(const std::string& name, const Tensors& inputs, const Tensors& outputs, int peer,
                      const std::function<InnerWork()>& call) {
-    return launch(name, inputs, outputs, true, peer, call, false);
+    return launch(coalesced_ ? "batched " + name : name, inputs, outputs, true, peer, call, false);
   }
 
   // gloo has no AVG.
   template <class CollectiveOptions>
   static CollectiveOptions as_sum(const CollectiveOptions& options, bool& is_average) {
+    check_operation(options.reduceOp);
     CollectiveOptions result = options;
     is_average = options.reduceOp == c10d::ReduceOp::AVG;
     if (is_average) result.reduceOp = c10d::ReduceOp::SUM;

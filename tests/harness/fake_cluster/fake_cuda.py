@@ -96,6 +96,7 @@ def _replace_torch_cuda() -> None:
     properties = SimpleNamespace(total_memory=DEVICE_BYTES, major=9, minor=0, name="NVIDIA H100 80GB HBM3")
     torch.Generator = Generator
     torch.version.cuda = "13.0"
+    torch.backends.cudnn.version = lambda: 92_000  # type: ignore[assignment]
     replacements: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,

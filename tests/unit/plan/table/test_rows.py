@@ -116,9 +116,21 @@ def test_row_layout(cells: dict[str, str], expected: Layout) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cell", "spelling"),
+    [("FSDP", "fsdp_full"), ("zero-3", "zero3"), ("ZeRO_3", "zero3"), ("zero 1", "zero1"),
+     ("zero_2_like", "zero2_like"), ("fully_shard", "fsdp_full"), ("SHARD_GRAD_OP", "fsdp_grad_op"),
+     ("Hybrid_Shard", "hsdp"), ("DDP", "ddp")],
+)  # fmt: skip
+def test_sharding_in_other_spellings(cell: str, spelling: str) -> None:
+    assert row(fsdp_or_zero=cell, hsdp_replicate="2") == row(fsdp_or_zero=spelling, hsdp_replicate="2")
+
+
+@pytest.mark.parametrize(
     ("cell", "precision"),
     [("bf16", "bf16"), ("BF16 (fp32 grad accumulation)", "bf16"), ("amp_bf16", "bf16"), ("fp16", "fp16"),
-     ("FP8", "fp8"), ("FP8-MX", "mxfp8"), ("NVFP4", "fp4"), ("fp32", "fp32"), ("tf32", "tf32")],
+     ("FP8", "fp8"), ("FP8-MX", "mxfp8"), ("NVFP4", "fp4"), ("fp32", "fp32"), ("tf32", "tf32"),
+     ("bf16 + fp32 grads", "bf16"), ("bf16, fp32 master weights", "bf16"), ("bf16/fp32", "bf16"),
+     ("BF16-FP32 mixed", "bf16"), ("bfloat16", "bf16"), ("fp16/fp32", "fp16"), ("fp8 + bf16", "fp8")],
 )  # fmt: skip
 def test_precisions(cell: str, precision: str) -> None:
     assert row(precision=cell).precision == precision
@@ -126,8 +138,8 @@ def test_precisions(cell: str, precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("cell", "mode"),
-    [("", ""), ("none", "none"), ("full", "full"), ("selective_op", "selective_op"), ("selective_attn",) * 2,
-     ("selective core_attn+layernorm", "selective_attn")],
+    [("", ""), ("none", "none"), ("full", "full"), ("Full", "full"), ("selective_op", "selective_op"),
+     ("selective_attn",) * 2, ("selective core_attn+layernorm", "selective_attn")],
 )  # fmt: skip
 def test_activation_checkpointing(cell: str, mode: str) -> None:
     assert row(act_ckpt=cell).activation_checkpointing == mode

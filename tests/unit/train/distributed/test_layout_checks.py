@@ -136,3 +136,20 @@ def test_check_works_without_a_recipe() -> None:
     # A session outside a run has no recipe.
     without_recipe = replace(context(Layout(tp=2)), spec=None)
     tensor_parallel.check(decoder(dropout=0.1), without_recipe)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "deprioritized", "preferred"),
+    [((9, 0), 92_000, "", True), ((10, 0), 92_000, "", True), ((10, 3), 91_501, "", True), ((9, 0), 91_500, "", False),
+     ((9, 0), 91_002, "", False), ((9, 0), None, "", False), ((8, 0), 92_000, "", False), ((12, 0), 92_000, "", False),
+     ((9, 0), 92_000, "1", False)],
+)  # fmt: skip
+def test_grouped_attention_with_a_mask_needs_a_cudnn_that_torch_prefers(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: int | None, deprioritized: str, preferred: bool
+) -> None:
+    """Elsewhere, torch would take plain products, whose scores grow with the length squared."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", deprioritized)
+    assert context_parallel._prefers_cudnn(torch.device("cuda", 0)) == preferred
+    assert not context_parallel._prefers_cudnn(CPU)
