@@ -71,12 +71,28 @@ class CommandRanks:
         """Record the ranks that have ended; return None while one runs, otherwise 0 or 1."""
         for rank, process in self._processes.items():
             code = process.poll()
-            if code is not None and rank not in self._codes:
+            if code is not None and rank not in self._codes and not self._has_stopping_child(rank, process.pid):
                 self._codes[rank] = code
                 self._write_record(rank, code)
         if len(self._codes) < len(self._processes):
             return None
         return EXIT_FAILED if any(self._codes.values()) else EXIT_SUCCESS
+
+    def _has_stopping_child(self, rank: int, shell_pid: int) -> bool:
+        """Return whether a child of the rank's process still runs to the step at which the ranks stop.
+
+        Slurm's SIGTERM ends a shell between the agent and such a program, whose PID the hooks have written.
+        """
+        offer = fsio.poll_json(self._rank_dir / f"stops-{rank}.json") if self._stop_requested() else None
+        pid = offer.get("pid") if isinstance(offer, dict) else None
+        if not isinstance(pid, int) or pid <= 0 or pid == shell_pid:
+            return False
+        import psutil
+
+        try:  # the rank leads its session, so a reused PID does not count
+            return os.getsid(pid) == shell_pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.Error):
+            return False
 
     def wait(self) -> None:
         for process in self._processes.values():

@@ -31,10 +31,12 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     env |= {"CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     submitted: list[Run] = []
 
-    def submit_program(name: str, *options: str, out: str = "out", arguments: tuple[str, ...] = ()) -> Run:
+    def submit_program(
+        name: str, *options: str, out: str = "out", arguments: tuple[str, ...] = (), start: tuple[str, ...] = ()
+    ) -> Run:
         shutil.copy(PROGRAMS / name, folder)
         (tmp_path / out).mkdir(exist_ok=True)
-        command = (sys.executable, name, str(tmp_path / out), str(STEPS), *arguments)
+        command = (*start, sys.executable, name, str(tmp_path / out), str(STEPS), *arguments)
         submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, "--", *command))
         return submitted[-1]
 
@@ -75,6 +77,18 @@ def test_preempted_program_has_the_losses_of_an_uninterrupted_one(submit: Submit
     whole.complete()
     assert list_steps(run, 1, 0) | list_steps(run, 2, 0) == list_steps(whole, 1, 0)
     assert "where the time went" in run.call("status", run.id).stdout.lower()
+
+
+def test_shell_before_the_program_may_end_first(submit: Submit, tmp_path: Path) -> None:
+    """The signal of a preemption goes to all processes, and a shell ends at once."""
+    wrapper = tmp_path / "project" / "run.sh"
+    wrapper.write_text('#!/bin/bash\n"$@"\necho the program has ended\n')
+    wrapper.chmod(0o755)
+    run = submit("attached_loop.py", *PREEMPT, start=("./run.sh",))
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert_stopped_together(run)
+    assert "has not ended in time" not in (run.path / "job.log").read_text()
 
 
 def test_lightning_stops_saves_and_resumes(submit: Submit) -> None:
