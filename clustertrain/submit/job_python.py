@@ -124,6 +124,11 @@ def choose(
     if problem is None:
         if not requested and ranks is not own:
             note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
+        elif script is not None and not _mentions_clustertrain(script):
+            note = (
+                f"{script.name} opens no session; as a command, -- python {script.name}, it also gets the hooks that "
+                "see its steps and resume its framework"
+            )
         return JobPython(ranks, ranks, script, note)
     if script is None or _mentions_clustertrain(script):
         return JobPython(ranks, ranks, script)  # a check refuses it

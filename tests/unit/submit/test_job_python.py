@@ -48,9 +48,10 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_own_python_is_the_default(tmp_path: Path) -> None:
     make_python(tmp_path / "shell" / "python", TRAINER)
-    for script in ("", "print()\n"):
+    for script, note in (("", ""), ("import clustertrain\n", ""), ("print()\n", "train.py opens no session")):
         chosen = choose(tmp_path, script=script)
-        assert (chosen.ranks.path, chosen.agents.path, chosen.note) == (sys.executable, sys.executable, "")
+        assert (chosen.ranks.path, chosen.agents.path) == (sys.executable, sys.executable)
+        assert chosen.note.startswith(note) and bool(chosen.note) == bool(note)
         assert chosen.ranks.packages is not None and chosen.ranks.packages["clustertrain"] == VERSION
         assert chosen.ranks.find_trainer_problem() is None
 
