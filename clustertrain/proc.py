@@ -20,6 +20,8 @@ from clustertrain.errors import CommandFailed
 if TYPE_CHECKING:
     import psutil
 
+SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
+
 
 @dataclass(frozen=True)
 class CommandResult:

@@ -6,13 +6,15 @@ the trainer writes itself. The environment of a rank is torchrun's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,6 +24,9 @@ from clustertrain.agent.node_result import CRASH_SIGNALS
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run.results import ErrorInfo, FailureKind, RankResult, parse_rank_result
 from clustertrain.scheduler.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    import psutil
 
 _TAIL_BYTES = 16_384
 # The last line of a Python traceback.
@@ -54,6 +59,7 @@ class CommandRanks:
     ) -> None:
         self.pid = os.getpid()
         self._command = tuple(command)
+        self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
         self._processes = {
             rank: self._start(env, cwd if cwd.is_dir() else None, logs[rank]) for rank, env in environments.items()
@@ -71,38 +77,48 @@ class CommandRanks:
         """Record the ranks that have ended; return None while one runs, otherwise 0 or 1."""
         for rank, process in self._processes.items():
             code = process.poll()
-            if code is not None and rank not in self._codes and not self._has_stopping_child(rank, process.pid):
+            if code is not None and rank not in self._codes and not self._is_still_stopping(code, process.pid):
                 self._codes[rank] = code
                 self._write_record(rank, code)
         if len(self._codes) < len(self._processes):
             return None
         return EXIT_FAILED if any(self._codes.values()) else EXIT_SUCCESS
 
-    def _has_stopping_child(self, rank: int, shell_pid: int) -> bool:
-        """Return whether a child of the rank's process still runs to the step at which the ranks stop.
+    def _is_still_stopping(self, code: int, pid: int) -> bool:
+        """Return whether a signal has ended the shell that is rank ``pid``, and the program that it started still runs.
 
-        Slurm's SIGTERM ends a shell between the agent and such a program, whose PID the hooks have written.
+        Slurm sends SIGTERM to all processes, and it ends a shell at once. The program saves until the deadline.
         """
-        offer = fsio.poll_json(self._rank_dir / f"stops-{rank}.json") if self._stop_requested() else None
-        pid = offer.get("pid") if isinstance(offer, dict) else None
-        if not isinstance(pid, int) or pid <= 0 or pid == shell_pid:
+        if code != -signal.SIGTERM or not self._is_shell or not self._stop_requested():
             return False
         import psutil
 
-        try:  # the rank leads its session, so a reused PID does not count
-            return os.getsid(pid) == shell_pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except (ProcessLookupError, psutil.Error):
-            return False
+        return any(_get_session(other) == pid and _is_alive(other) for other in psutil.pids())
 
     def wait(self) -> None:
         for process in self._processes.values():
             process.wait()
         self.poll()
 
+    def kill(self) -> None:
+        """Kill the ranks that run, and record that: whoever else waits for them would take their exit code away."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        for rank, process in self._processes.items():
+            if rank not in self._codes:
+                self._codes[rank] = process.returncode
+                self._write_record(rank, process.returncode)
+
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the program of each rank, and not to the processes that it started."""
+        """Send a signal to the program of each rank, and not to the processes that it started.
+
+        A shell is not the program: it gets the signal, and so do its children.
+        """
         for process in self._processes.values():
             if process.poll() is None:
+                for target in _list_programs(process.pid) if self._is_shell else ():
+                    proc.send_signal(target, number)
                 process.send_signal(number)
 
     def _write_record(self, rank: int, code: int) -> None:
@@ -118,6 +134,48 @@ class CommandRanks:
             fsio.write_json(path, msgspec.to_builtins(record))
         except OSError as e:  # a full /tmp: the rank counts as killed, and the other ranks are still watched
             print(f"clustertrain agent: {path}: {e}", file=sys.stderr, flush=True)
+
+
+def _starts_shell(program: str) -> bool:
+    """Return whether ``program`` is a shell or a script for one."""
+    if PurePath(program).name in proc.SHELLS:
+        return True
+    try:
+        with Path(program).open("rb") as file:
+            first_line = file.readline(256)
+    except OSError:
+        return False
+    return re.match(rb"#!.*\b(?:ba|da|k|z)?sh\b", first_line) is not None
+
+
+def _list_programs(pid: int) -> list[psutil.Process]:
+    """Return the children of a shell, and those of the shells among them."""
+    import psutil
+
+    programs = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            programs.append(child)
+            if child.name() in proc.SHELLS:
+                programs += _list_programs(child.pid)
+    return programs
+
+
+def _get_session(pid: int) -> int:
+    """Return the session of a process, whose id is the PID of a rank; 0 if the process is gone."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
+
+
+def _is_alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankResult:

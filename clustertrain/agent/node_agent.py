@@ -136,6 +136,8 @@ class NodeAgent:
             self._watch_ranks(child, monitor)
         finally:
             exit_code = child.poll()
+            if self.command_ranks is not None:
+                self.command_ranks.kill()
             proc.kill_descendants(exclude_pid=self.tracking.pid)
             child.wait()
         observations = RankObservations(

@@ -245,6 +245,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     """`interval`, `best`, `stop`, `end`."""
     path: str | None = None
     """Where another framework wrote it; None in the run's own folder."""
+    source: str | None = None
+    """Which training of a command wrote it."""
 
 
 class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_interval"):

@@ -15,7 +15,6 @@ from clustertrain.submit import python_path
 from clustertrain.submit.request import SubmitRequest
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
-_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
 # Options of Python and of shells with a value in the next argument.
 _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs", "-o", "-O", "--rcfile", "--init-file"})
 _IMPORT_TIMEOUT_S = 30.0
@@ -43,7 +42,7 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
     program = _find_program(request)
     command = [str(program), *request.command[1:]]
     cwd = str(request.cwd)
-    if is_python(command[0]) or PurePath(command[0]).name in _SHELLS:
+    if is_python(command[0]) or PurePath(command[0]).name in proc.SHELLS:
         index = _find_script(command)
         if index is None:
             return ScriptSpec(cwd=cwd, command=tuple(command))

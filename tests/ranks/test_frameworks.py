@@ -107,7 +107,7 @@ def test_resume_flag_of_first_attempt_is_not_an_error(submit: Submit) -> None:
 
 def test_own_handler_is_asked_and_its_steps_are_seen(submit: Submit) -> None:
     run = submit("own_handler.py")
-    run.wait_for_step(20)
+    run.wait_for_step(5)
     run.call("requeue", run.id)
     run.complete()
     first, second = attempts.load_attempts(RunDir(run.path))

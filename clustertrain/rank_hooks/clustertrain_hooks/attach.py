@@ -12,10 +12,9 @@ from typing import Any, Callable
 from . import checkpoints, heartbeat
 from .progress import Progress, get_progress
 from .rank import Rank, read_json, write_json
-from .stop_step import StopStep
+from .stop_step import EXIT_STOPPED, StopStep
 
 FRAMEWORK = "attach"
-EXIT_STOPPED = 75  # as clustertrain.errors: run me again
 _FOLDER, _STEP_FOLDER = "program-checkpoints", r"step-(\d+)"
 _MARKER = "COMPLETE.json"
 _SAVE_PATIENCE_S = 1800.0  # for the slowest rank's save
@@ -61,6 +60,7 @@ class Job:
         self._progress = get_progress()
         self._rank = self._progress.rank if self._progress is not None else _rank_outside_run()
         self._folder = os.path.abspath(folder or os.path.join(self._rank.run_dir, _FOLDER))
+        self._training = checkpoints.begin_training(FRAMEWORK)
         self._is_started = False
 
     def steps(self, total: int) -> Iterator[int]:
@@ -98,6 +98,7 @@ class Job:
         if self._every and saved < self.step:
             self._write(progress, "end")
         if progress is not None:
+            stop.withdraw()
             progress.close()
 
     def log(self, **values: float) -> None:
@@ -110,7 +111,8 @@ class Job:
 
     def _resume(self) -> None:
         began = time.monotonic()
-        path = checkpoints.choose(self._rank, FRAMEWORK, self._list_whole)
+        # COMPLETE.json says that they are whole; what is in them is the program's.
+        path = checkpoints.choose(self._rank, self._training, self._list_whole, lambda _: "")
         if path is None:
             return
         self._load(path)
@@ -137,7 +139,7 @@ class Job:
             for old in self._list_whole()[self._keep :]:
                 shutil.rmtree(old, ignore_errors=True)
         if progress is not None:
-            progress.record_checkpoint(path, time.monotonic() - began, reason)
+            progress.record_checkpoint(path, time.monotonic() - began, reason, self._training)
 
     def _complete(self, path: str) -> None:
         """Mark the checkpoint as whole after the other ranks' parts are there."""

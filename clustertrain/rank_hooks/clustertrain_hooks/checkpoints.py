@@ -8,30 +8,55 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from .rank import Rank, read_json, write_json
 
 _CHOICE_PATIENCE_S = 300.0  # for rank 0 to check large checkpoints on a slow filesystem
 _POLL_S = 0.05
-_choices: dict[str, int] = {}  # by framework: choices of this process, whose order is the same on all ranks
+_trainings: dict[str, int] = {}  # by framework: trainings of this process
 
 
-def choose(rank: Rank, framework: str, list_candidates: Callable[[], Iterable[str]]) -> str | None:
+def begin_training(framework: str) -> str:
+    """Return the name of a training of this program, the same in all attempts and on all ranks.
+
+    A program may train several times, and a script may start several programs: each has its own checkpoints.
+    """
+    number = _trainings[framework] = _trainings.get(framework, 0) + 1
+    program = zlib.crc32("\0".join(sys.argv).encode())
+    return f"{framework}-{number}-{program:08x}"
+
+
+def choose(
+    rank: Rank,
+    training: str,
+    list_candidates: Callable[[], Iterable[str]],
+    check: Callable[[str], str] | None = None,
+) -> str | None:
     """Return the checkpoint that rank 0 chooses, the same on all ranks; None if there is none.
 
     Args:
+        training: the name from :func:`begin_training`.
         list_candidates: called on rank 0; returns paths, newest first.
+        check: returns why a candidate is not whole, empty if it is; by default :func:`find_problem`.
+
+    Raises:
+        SystemExit: rank 0 has not answered; this rank must not start elsewhere than the others.
     """
-    number = _choices[framework] = _choices.get(framework, 0) + 1
-    path = os.path.join(rank.attempt_dir, f"resume-{framework}-{number}.json")
+    path = os.path.join(rank.attempt_dir, f"resume-{training}.json")
     is_in_run = rank.attempt > 0
     if rank.rank == 0 or not is_in_run:
-        chosen = next((c for c in list_candidates() if _is_whole(c)), None)
-        if is_in_run:
-            write_json(path, {"path": chosen})
+        chosen = None
+        try:
+            chosen = next((c for c in list_candidates() if _is_whole(c, check or find_problem)), None)
+        finally:
+            if is_in_run:  # after an error too: the other ranks wait
+                write_json(path, {"path": chosen})
         return chosen
     give_up_at = time.monotonic() + _CHOICE_PATIENCE_S
     while time.monotonic() < give_up_at:
@@ -41,15 +66,38 @@ def choose(rank: Rank, framework: str, list_candidates: Callable[[], Iterable[st
             return published
         os.listdir(os.path.dirname(path))  # an NFS client then asks its server for new files
         time.sleep(_POLL_S)
-    raise TimeoutError(f"rank 0 has chosen no checkpoint within {_CHOICE_PATIENCE_S:.0f} s: {path}")
+    sys.exit(f"clustertrain: rank 0 has chosen no checkpoint within {_CHOICE_PATIENCE_S:.0f} s: {path}")
 
 
-def _is_whole(path: str) -> bool:
+def _is_whole(path: str, check: Callable[[str], str]) -> bool:
     """Return whether ``path`` is whole; print why if it is not."""
-    problem = find_problem(path)
+    problem = check(path)
     if problem:
         print(f"clustertrain: {path} is passed over: {problem}", flush=True)
     return not problem
+
+
+def list_saved(rank: Rank, training: str) -> list[str]:
+    """Return the checkpoints that this training has saved in earlier attempts, newest first."""
+    paths = []
+    for attempt in range(1, rank.attempt):
+        events = os.path.join(rank.run_dir, "attempts", str(attempt), "events", "hooks-rank-0.jsonl")
+        for event in _read_lines(events):
+            if event.get("event") == "checkpoint" and event.get("source") == training:
+                paths.append(str(event.get("path")))
+    return list(dict.fromkeys(reversed(paths)))
+
+
+def _read_lines(path: str) -> list[dict[str, Any]]:
+    records = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    records.append(json.loads(line))
+                except ValueError:  # torn by a kill
+                    continue
+    return [record for record in records if isinstance(record, dict)]
 
 
 def find_problem(path: str) -> str:
@@ -128,9 +176,3 @@ def list_numbered(folder: str, pattern: str) -> list[str]:
         return []
     numbered = [(int(match.group(1)), name) for name in names if (match := re.fullmatch(pattern, name))]
     return [os.path.join(folder, name) for _, name in sorted(numbered, reverse=True)]
-
-
-def list_since(rank: Rank, paths: Iterable[str]) -> list[str]:
-    """Return the paths that were changed since the run began: an older one belongs to another run."""
-    began = os.path.getmtime(os.path.join(rank.run_dir, "attempts", "1", "attempt.json"))
-    return [path for path in paths if os.path.getmtime(path) >= began]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import glob
+import importlib
+import inspect
 import os
+import shutil
+import signal
 import time
 from types import ModuleType
 from typing import Any
@@ -15,7 +19,7 @@ from .progress import Progress, get_progress
 from .stop_step import StopStep
 
 FRAMEWORK = "lightning"
-_STOP_FOLDER = "clustertrain-checkpoints"
+_TRAINING = "_clustertrain_training"  # attribute of a Trainer: its name from checkpoints.begin_training
 
 
 def install(module: ModuleType) -> None:
@@ -28,14 +32,16 @@ def install(module: ModuleType) -> None:
 def _hook_fit(trainer_class: Any, package: str) -> None:
     original = trainer_class.fit
     prepare = guarded(_prepare)
+    takes_weights_only = "weights_only" in inspect.signature(original).parameters
 
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # ckpt_path is the fifth parameter, and its name is public.
-        requested = args[4] if len(args) > 4 else kwargs.get("ckpt_path")
-        path = prepare(self, package, requested)
+        path = prepare(self, package)
         if path is not None:
+            # ckpt_path is the fifth parameter, and its name is public.
             args, kwargs = args[:4] + args[5:], {**kwargs, "ckpt_path": path}
+            if takes_weights_only and len(args) < 5:
+                kwargs.setdefault("weights_only", False)  # the run's own file, with whatever the program put into it
         return original(self, *args, **kwargs)
 
     trainer_class.fit = fit
@@ -58,26 +64,26 @@ def _hook_save(trainer_class: Any) -> None:
 
 def _report_save(trainer: Any, path: str, began: float) -> None:
     progress = get_progress()
-    if progress is not None and progress.framework == FRAMEWORK and trainer.state.fn == "fit":
-        reason = "stop" if os.path.dirname(path) == _stop_folder(trainer) else "interval"
-        progress.record_checkpoint(path, time.monotonic() - began, reason)
+    training = getattr(trainer, _TRAINING, None)
+    if progress is not None and training is not None and progress.framework == FRAMEWORK and trainer.state.fn == "fit":
+        reason = "stop" if os.path.dirname(path) == _stop_folder(progress) else "interval"
+        progress.record_checkpoint(os.path.abspath(path), time.monotonic() - began, reason, training)
 
 
-def _stop_folder(trainer: Any) -> str:
-    return os.path.join(str(trainer.default_root_dir), _STOP_FOLDER)
+def _stop_folder(progress: Progress) -> str:
+    return os.path.join(progress.rank.run_dir, "program-checkpoints", FRAMEWORK)
 
 
-def _prepare(trainer: Any, package: str, requested: Any) -> str | None:
+def _prepare(trainer: Any, package: str) -> str | None:
     """Add the callback to ``trainer``; return the checkpoint to resume from, None to follow the program."""
-    import importlib
-
     progress = get_progress()
     if progress is None:
         return None
-    began = time.monotonic()
-    path = None
-    if progress.rank.attempt > 1:
-        path = checkpoints.choose(progress.rank, FRAMEWORK, lambda: _list_candidates(trainer, progress))
+    began, training = time.monotonic(), checkpoints.begin_training(FRAMEWORK)
+    setattr(trainer, _TRAINING, training)
+    path, rank = None, progress.rank
+    if rank.attempt > 1:
+        path = checkpoints.choose(rank, training, lambda: checkpoints.list_saved(rank, training))
     callback_class = importlib.import_module(package).Callback
     exception = importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException
     trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ != "ClusterTrainCallback"]
@@ -85,14 +91,11 @@ def _prepare(trainer: Any, package: str, requested: Any) -> str | None:
     return path
 
 
-def _list_candidates(trainer: Any, progress: Progress) -> list[str]:
-    """Return the run's checkpoints of this trainer, newest first."""
-    folders = [_stop_folder(trainer), *(c.dirpath for c in trainer.checkpoint_callbacks if c.dirpath)]
-    # Without a dirpath, ModelCheckpoint chooses a folder of the logger, a new one in each attempt.
-    folders += glob.glob(os.path.join(str(trainer.default_root_dir), "*", "version_*", "checkpoints"))
-    folders += glob.glob(os.path.join(str(trainer.default_root_dir), "checkpoints"))
-    paths = {path for folder in folders for path in glob.glob(os.path.join(glob.escape(str(folder)), "*.ckpt"))}
-    return sorted(checkpoints.list_since(progress.rank, paths), key=os.path.getmtime, reverse=True)
+def _remove_older(folder: str, newest: str) -> None:
+    """Remove the checkpoints of earlier stops."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "*.ckpt")):
+        if path != newest:
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
 
 def build_callback(
@@ -107,6 +110,7 @@ def build_callback(
         began: when ``fit`` was called (monotonic, s).
     """
     stop = StopStep(progress.rank)
+    handler = signal.getsignal(signal.SIGTERM)  # Lightning puts its own in its place
 
     class ClusterTrainCallback(callback_class):  # type: ignore[misc]
         """Reports steps to clustertrain, and saves and stops at the step that the ranks have agreed on."""
@@ -121,12 +125,16 @@ def build_callback(
                 progress.record_restore(trainer.global_step, resumed_from, time.monotonic() - began)
             progress.step = trainer.global_step
             # Lightning's handler ends the training without a save, and broadcasts from within the handler.
-            stop.offer(FRAMEWORK, replaces_handler=True)
+            stop.offer(FRAMEWORK, handler=handler)
             progress.begin()
 
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             if self._end_step(trainer):
-                trainer.save_checkpoint(os.path.join(_stop_folder(trainer), f"step-{trainer.global_step}.ckpt"))
+                folder = _stop_folder(progress)
+                path = os.path.join(folder, f"step-{trainer.global_step}.ckpt")
+                trainer.save_checkpoint(path)
+                if progress.rank.rank == 0:
+                    guarded(_remove_older)(folder, path)
                 raise exception
 
         @guarded
@@ -157,6 +165,7 @@ def build_callback(
 
         @guarded
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            stop.withdraw()
             progress.close()
 
     return ClusterTrainCallback()

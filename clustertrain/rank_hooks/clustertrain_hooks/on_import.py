@@ -23,30 +23,31 @@ class _Finder:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name not in self._functions:
             return None
-        function = self._functions.pop(name)
+        function = self._functions[name]
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None)
             spec = None if finder is self or find_spec is None else find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    _call_after_import(spec.loader, function)
+                    self._call_after_import(spec.loader, name, function)
                 return spec
         return None
+
+    def _call_after_import(self, loader: Any, name: str, function: str) -> None:
+        exec_module = loader.exec_module
+
+        def exec_and_call(module: ModuleType) -> None:
+            exec_module(module)
+            if module.__name__ == name and name in self._functions:
+                del self._functions[name]
+                guarded(_call)(function, module)
+
+        loader.exec_module = exec_and_call
 
 
 def install(functions: Mapping[str, str]) -> None:
     """Call ``package.module.function(imported)`` after the import of each key of ``functions``."""
     sys.meta_path.insert(0, _Finder(functions))
-
-
-def _call_after_import(loader: Any, function: str) -> None:
-    exec_module = loader.exec_module
-
-    def exec_and_call(module: ModuleType) -> None:
-        exec_module(module)
-        guarded(_call)(function, module)
-
-    loader.exec_module = exec_and_call
 
 
 def _call(function: str, module: ModuleType) -> None:

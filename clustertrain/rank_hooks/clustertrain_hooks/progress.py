@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import time
 from typing import Any
 
 from . import heartbeat
+from .guard import guarded
 from .heartbeat import Heartbeat
 from .rank import Rank, find_rank
 from .records import Records
@@ -67,16 +69,21 @@ class Progress:
         self.wrote_row = False
         self._heartbeat = Heartbeat(rank.rank_dir, rank.rank)
         self._records = Records(rank) if rank.rank == 0 else None
+        self._is_closed = False
         self._began = began
         self._row: dict[str, Any] = {}
         self._next_values: dict[str, float] = {}
-        self._sum_step_s = self._sum_data_wait_s = 0.0
+        totals = self._records.totals if self._records is not None else {}
+        self._sum_step_s = float(totals.get("sum_step_s", 0.0))
+        self._sum_data_wait_s = float(totals.get("sum_data_wait_s", 0.0))
+        atexit.register(guarded(self._flush_row))  # before that of the records, which was registered earlier
         self._excluded_s = 0.0
         self._committed_step: int | None = None
         self._restored: tuple[str, float] | None = None
 
     def begin(self) -> None:
         """Report that the first step begins after ``self.step`` steps."""
+        self._is_closed = False
         self._began, self._excluded_s, self.data_wait_s = time.monotonic(), 0.0, 0.0
         beat = self._heartbeat
         beat.step, beat.phase, beat.step_began = self.step, heartbeat.TRAIN, self._began
@@ -111,7 +118,8 @@ class Progress:
         beat.write()
 
     def log(self, values: dict[str, Any]) -> None:
-        """Add the numbers in ``values`` to the row of the newest step."""
+        """Add the numbers in ``values`` to the row of the newest step, or to another one if that is written."""
+        self._row = self._row or {"step": self.step, "t": time.time()}
         self._row.update(_select_numbers(values))
 
     def log_next(self, values: dict[str, Any]) -> None:
@@ -123,8 +131,9 @@ class Progress:
         self._excluded_s += seconds
 
     def enter(self, phase: int) -> None:
-        self._heartbeat.phase = phase
-        self._heartbeat.write()
+        if not self._is_closed:
+            self._heartbeat.phase = phase
+            self._heartbeat.write()
 
     def record_evaluation(self, seconds: float) -> None:
         self.exclude(seconds)
@@ -132,13 +141,16 @@ class Progress:
         self._write_event("evaluation", t_begin=time.time() - seconds, step=self.step, eval_s=seconds)
         self.enter(heartbeat.TRAIN)
 
-    def record_checkpoint(self, path: str, stall_s: float, reason: str = "interval") -> None:
-        """Report that the program has saved a whole checkpoint of the newest step."""
+    def record_checkpoint(self, path: str, stall_s: float, reason: str = "interval", source: str = "") -> None:
+        """Report that the program has saved a whole checkpoint of the newest step.
+
+        ``source``: which training of the program saved it, as ``checkpoints.begin_training`` names it.
+        """
         self.exclude(stall_s)
         self._committed_step = self.step
         self._write_event(
             "checkpoint", t_begin=time.time() - stall_s, step=self.step, stall_s=stall_s, save_s=stall_s,
-            reason=reason, path=path,
+            reason=reason, path=path, source=source,
         )  # fmt: skip
         self._write_state()
         self.enter(heartbeat.TRAIN)
@@ -167,6 +179,7 @@ class Progress:
         if self._records is not None:
             self._records.flush()
         self._write_state()
+        self._is_closed = True
         self._heartbeat.close()
 
     def _flush_row(self) -> None:

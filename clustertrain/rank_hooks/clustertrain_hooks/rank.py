@@ -30,6 +30,12 @@ class Rank:
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         write_json(os.path.join(self.rank_dir, name), document)
 
+    def remove(self, name: str) -> None:
+        """Remove ``name`` from the rank folder, if it is there."""
+        path = os.path.join(self.rank_dir, name)
+        if os.path.exists(path):
+            os.unlink(path)
+
 
 def find_rank(environ: Mapping[str, str]) -> Rank | None:
     """Return the rank whose environment ``environ`` is; None outside a run."""

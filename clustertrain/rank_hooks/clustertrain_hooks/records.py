@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -23,15 +24,25 @@ class Records:
     """Writer of the rows of ``metrics/attempt-<n>.jsonl`` and of the attempt's events."""
 
     def __init__(self, rank: Rank) -> None:
-        self._rows_path = os.path.join(rank.run_dir, "metrics", f"attempt-{rank.attempt}.jsonl")
+        self.totals: dict[str, float] = {}
+        """Running sums of the attempt's earlier rows, which another program of the same rank has written."""
+        self._rows_path = self._begin_file(os.path.join(rank.run_dir, "metrics"), rank.attempt)
         self._events_path = os.path.join(rank.attempt_dir, "events", f"hooks-rank-{rank.rank}.jsonl")
         self._pid = os.getpid()
         self._rows: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._flush_until_end, name="clustertrain-records", daemon=True)
+        self._lock, self._write_lock = threading.Lock(), threading.Lock()
+        self._thread = threading.Thread(target=self._flush_forever, name="clustertrain-records", daemon=True)
         self._thread.start()
-        atexit.register(self.flush)
+        atexit.register(guarded(self.flush))
+
+    def _begin_file(self, folder: str, attempt: int) -> str:
+        """Return the path of the next file of rows: steps rise within a file, and each program has its own."""
+        number, path = 0, os.path.join(folder, f"attempt-{attempt}.jsonl")
+        while os.path.exists(path) and os.path.getsize(path):
+            self.totals = _read_last_row(path)
+            number += 1
+            path = os.path.join(folder, f"attempt-{attempt}-{number}.jsonl")
+        return path
 
     def add_row(self, row: dict[str, Any]) -> None:
         with self._lock:
@@ -49,15 +60,38 @@ class Records:
     def flush(self) -> None:
         if os.getpid() != self._pid:  # the exit of a forked child
             return
-        with self._lock:
-            rows, self._rows = self._rows, []
-            if rows:
-                _append(self._rows_path, rows)
+        with self._write_lock:
+            with self._lock:  # not during the write: a step must not wait for a shared filesystem
+                rows, self._rows = self._rows, []
+            try:
+                if rows:
+                    _append(self._rows_path, rows)
+            except OSError:
+                with self._lock:
+                    self._rows = rows + self._rows
+                raise
 
-    def _flush_until_end(self) -> None:
-        flush = guarded(self.flush)
-        while not self._wake.wait(_FLUSH_S):
-            flush()
+    def _flush_forever(self) -> None:
+        is_said = False
+        while True:
+            time.sleep(_FLUSH_S)
+            try:
+                self.flush()
+            except OSError as e:  # a full disk: tried again
+                if not is_said:
+                    print(f"clustertrain: rows are not written yet: {e}", file=sys.stderr, flush=True)
+                is_said = True
+
+
+def _read_last_row(path: str) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        lines = file.read().splitlines()
+    try:
+        row = json.loads(lines[-1])
+    except ValueError:  # torn by a kill
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def _append(path: str, records: list[dict[str, Any]], *, sync: bool = False) -> None:

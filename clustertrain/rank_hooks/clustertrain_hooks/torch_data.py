@@ -7,6 +7,7 @@ stops and saves.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import threading
@@ -44,20 +45,22 @@ def _guard_workers(worker: Any) -> None:
 
     @functools.wraps(original)  # spawned workers find it under its own name
     def guarded_loop(*args: Any, **kwargs: Any) -> Any:
-        guarded(_obey_parent_only)()
+        guarded(_obey_rank_only)()
         return original(*args, **kwargs)
 
     worker._worker_loop = guarded_loop
 
 
-def _obey_parent_only() -> None:
-    """End this process at a SIGTERM of its parent, and at no other one."""
+def _obey_rank_only() -> None:
+    """End this process at a SIGTERM of its rank, and at no other one."""
+    rank = multiprocessing.parent_process()  # with forkserver, not the parent of this process
+    sender = rank.pid if rank is not None and rank.pid is not None else os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_wait_for_parent, args=(os.getppid(),), name="clustertrain-sigterm", daemon=True).start()
+    threading.Thread(target=_wait_for, args=(sender,), name="clustertrain-sigterm", daemon=True).start()
 
 
-def _wait_for_parent(parent: int) -> None:
+def _wait_for(sender: int) -> None:
     while True:
         info = signal.sigwaitinfo({signal.SIGTERM})
-        if info.si_pid == parent:
+        if info.si_pid == sender:
             os._exit(0)  # as torch's own handler

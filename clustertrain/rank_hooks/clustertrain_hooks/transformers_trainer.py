@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import sys
 import time
 from types import ModuleType
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 from . import checkpoints, heartbeat
 from .guard import guarded
 from .progress import Progress, get_progress
-from .stop_step import StopStep
+from .stop_step import EXIT_STOPPED, StopStep
 
 FRAMEWORK = "transformers"
 _CHECKPOINT = r"checkpoint-(\d+)"
@@ -36,36 +39,51 @@ def _prepare(trainer: Any, callback_class: type, requested: Any) -> tuple[Any] |
     progress = get_progress()
     if progress is None:
         return None
-    began = time.monotonic()
-    path = _choose_checkpoint(trainer, progress, requested)
+    began, training = time.monotonic(), checkpoints.begin_training(FRAMEWORK)
+    path = _choose_checkpoint(trainer, progress, training, requested)
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ == _CALLBACK:  # of an earlier call
             trainer.remove_callback(callback)
-    trainer.add_callback(build_callback(callback_class, progress, path, began))
+    trainer.add_callback(build_callback(callback_class, progress, training, path, began))
     if path is None and requested is True:
         print("clustertrain: resume_from_checkpoint=True, and there is no checkpoint yet: from the start", flush=True)
         return (None,)
     return (path or requested,)
 
 
-def _choose_checkpoint(trainer: Any, progress: Progress, requested: Any) -> str | None:
-    rank, folder = progress.rank, trainer.args.output_dir
-    if rank.attempt == 1 and requested is not True:
+def _choose_checkpoint(trainer: Any, progress: Progress, training: str, requested: Any) -> str | None:
+    rank = progress.rank
+    if requested is True:  # the newest one, whoever wrote it
+        numbered = checkpoints.list_numbered(trainer.args.output_dir, _CHECKPOINT)
+        return checkpoints.choose(rank, training, lambda: numbered, _find_problem)
+    if rank.attempt == 1:
         return None
-    numbered = checkpoints.list_numbered(folder, _CHECKPOINT)
-
-    def list_candidates() -> list[str]:
-        # With True the program asks for the newest one, whoever wrote it.
-        return numbered if requested is True else checkpoints.list_since(rank, numbered)
-
-    return checkpoints.choose(rank, FRAMEWORK, list_candidates)
+    return checkpoints.choose(rank, training, lambda: checkpoints.list_saved(rank, training), _find_resume_problem)
 
 
-def build_callback(callback_class: type, progress: Progress, resumed_from: str | None, began: float) -> Any:
+def _find_problem(folder: str) -> str:
+    """Return why the Trainer cannot load ``folder``; empty if it can."""
+    if not os.path.exists(os.path.join(folder, "trainer_state.json")):
+        return "it has no trainer_state.json, which the Trainer writes last"
+    return checkpoints.find_problem(folder)
+
+
+def _find_resume_problem(folder: str) -> str:
+    """Return why training cannot continue from ``folder`` as if there had been no stop; empty if it can."""
+    problem = _find_problem(folder)
+    if not problem and not any(re.match(r"optimizer|global_step\d+", name) for name in os.listdir(folder)):
+        return "it has no state of the optimizer (save_only_model)"
+    return problem
+
+
+def build_callback(
+    callback_class: type, progress: Progress, training: str, resumed_from: str | None, began: float
+) -> Any:
     """Return a callback for one call of ``Trainer.train``.
 
     Args:
         callback_class: ``transformers.TrainerCallback``.
+        training: its name from ``checkpoints.begin_training``.
         resumed_from: the checkpoint that ``train`` loads.
         began: when ``train`` was called (monotonic, s).
     """
@@ -91,23 +109,44 @@ def build_callback(callback_class: type, progress: Progress, resumed_from: str |
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             progress.end_step(state.global_step)
             if stop.is_reached(state.global_step):
-                progress.record_stop(state.global_step)
                 self._is_stopping = True
                 control.should_save, control.should_training_stop = True, True
                 control.should_evaluate = False  # it comes before the save, and may outlast the grace time
-            self._mark = time.monotonic()
-            progress.enter(heartbeat.CHECKPOINT if control.should_save else heartbeat.TRAIN)
+                # A whole checkpoint, and the older ones are removed in the next attempt.
+                args.save_only_model, args.save_total_limit = False, None
+                progress.record_stop(state.global_step)
+            self._enter_phase(control)
             return control
+
+        @guarded
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._enter_phase(control)
+
+        def _enter_phase(self, control: Any) -> None:
+            self._mark = time.monotonic()
+            progress.enter(
+                heartbeat.EVALUATION if control.should_evaluate
+                else heartbeat.CHECKPOINT if control.should_save
+                else heartbeat.TRAIN
+            )  # fmt: skip
 
         @guarded
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
             progress.record_evaluation(time.monotonic() - self._mark)
             self._mark = time.monotonic()
 
-        @guarded
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            path = f"{args.output_dir}/checkpoint-{state.global_step}"
-            progress.record_checkpoint(path, time.monotonic() - self._mark, "stop" if self._is_stopping else "interval")
+            self._report_save(f"{args.output_dir}/checkpoint-{state.global_step}")
+            if self._is_stopping:
+                # Code after train() is for a training that is done.
+                sys.exit(EXIT_STOPPED)
+
+        @guarded
+        def _report_save(self, path: str) -> None:
+            reason = "stop" if self._is_stopping else "interval"
+            progress.record_checkpoint(path, time.monotonic() - self._mark, reason, training)
+            if self._is_stopping:
+                progress.close()
 
         @guarded
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -115,6 +154,7 @@ def build_callback(callback_class: type, progress: Progress, resumed_from: str |
 
         @guarded
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            stop.withdraw()
             progress.close()
 
     return ClusterTrainCallback()

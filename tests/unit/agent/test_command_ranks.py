@@ -142,3 +142,35 @@ def test_program_has_default_signals(start: Start, tmp_path: Path) -> None:
     ranks.send_signal(signal.SIGTERM)
     assert run(ranks) == 1
     assert read_rank_records(tmp_path, [0])[0].kind == "killed"
+
+
+@pytest.mark.parametrize("command", [("bash", "-c", "{program} & wait"), ("./run.sh",)])
+def test_program_below_a_shell_gets_the_signal_and_may_save(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """The signal ends the shell at once; the rank has ended when the program has."""
+    (tmp_path / "program.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), pathlib.Path('saved').touch(), sys.exit()))\n"
+        "pathlib.Path('ready').touch()\n"
+        "time.sleep(60)\n"
+    )
+    program = f"{sys.executable} program.py"
+    (tmp_path / "run.sh").write_text(f"#!/usr/bin/env bash\n{program}\necho done\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    ranks = start(*(part.format(program=program) for part in command), stop_requested=True)
+    assert clock.wait_until((tmp_path / "ready").exists, 30.0)
+    ranks.send_signal(signal.SIGTERM)
+    run(ranks)
+    assert (tmp_path / "saved").exists()
+
+
+def test_killed_rank_is_recorded_as_killed(start: Start, tmp_path: Path) -> None:
+    ranks = start("sleep", "60", stop_requested=True)
+    ranks.kill()
+    assert ranks.poll() == 1
+    record = read_rank_records(tmp_path, [0])[0]
+    assert (record.ending, record.exit_code, record.reason) == (
+        "stopped", -9, "the command ended with SIGKILL, after the stop request",
+    )  # fmt: skip

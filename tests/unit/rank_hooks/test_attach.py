@@ -44,3 +44,14 @@ def test_second_loop_and_wrong_numbers_are_refused(tmp_path: Path) -> None:
         list(job.steps(1))
     with pytest.raises(ValueError, match="keep = 0 must be 1 or more"):
         build_job(tmp_path, [], keep=0)
+
+
+def test_what_is_in_a_checkpoint_is_the_programs(tmp_path: Path) -> None:
+    """COMPLETE.json says that a checkpoint is whole, whatever its files are named."""
+    loaded: list[str] = []
+    options = {"load": loaded.append, "folder": str(tmp_path), "every": 2}
+    for step in ct.attach(save=lambda path: Path(path, "weights.bin").write_bytes(b"raw"), **options).steps(9):
+        if step == 5:
+            break
+    assert list(ct.attach(save=lambda path: None, **options).steps(6)) == [4, 5]
+    assert loaded == [str(tmp_path / "step-4")]

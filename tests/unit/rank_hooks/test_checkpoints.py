@@ -97,24 +97,36 @@ def test_newest_whole_one_is_chosen_for_all_ranks(
             assert rank.rank == 0, "only rank 0 looks"
             return checkpoints.list_numbered(str(tmp_path), r"checkpoint-(\d+)")
 
-        chosen[rank.rank] = checkpoints.choose(rank, "test", list_candidates)
+        chosen[rank.rank] = checkpoints.choose(rank, "training", list_candidates)
 
-    checkpoints._choices.clear()
     follower = threading.Thread(target=choose, args=(ranks[1],))
     follower.start()
-    checkpoints._choices.clear()  # each rank is a process of its own
     choose(ranks[0])
     follower.join(30)
     assert chosen == {0: str(folder), 1: str(folder)}
     assert f"{newer} is passed over" in capsys.readouterr().out
 
 
-def test_checkpoints_from_before_the_run_do_not_count(tmp_path: Path, folder: Path) -> None:
-    record = tmp_path / "attempts" / "1" / "attempt.json"
-    record.parent.mkdir(parents=True)
-    record.touch()
-    rank = Rank(rank=0, world_size=1, attempt=2, run_dir=str(tmp_path), rank_dir=str(tmp_path))
-    os.utime(folder, (1, 1))
-    assert checkpoints.list_since(rank, [str(folder)]) == []
-    os.utime(folder)
-    assert checkpoints.list_since(rank, [str(folder)]) == [str(folder)]
+def test_error_of_rank_0_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    (tmp_path / "attempts" / "2").mkdir(parents=True)
+    ranks = [Rank(rank=r, world_size=2, attempt=2, run_dir=str(tmp_path), rank_dir=str(tmp_path)) for r in (0, 1)]
+    with pytest.raises(KeyError):
+        checkpoints.choose(ranks[0], "training", lambda: {}["folder"])
+    assert checkpoints.choose(ranks[1], "training", list) is None
+
+
+def test_only_what_this_training_saved_is_listed(tmp_path: Path) -> None:
+    def write(attempt: int, *events: dict[str, object]) -> None:
+        path = tmp_path / "attempts" / str(attempt) / "events" / "hooks-rank-0.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"torn')
+
+    first, second = checkpoints.begin_training("test"), checkpoints.begin_training("test")
+    assert first != second
+    save = {"event": "checkpoint", "source": first}
+    write(1, {**save, "path": "/a/1"}, {**save, "path": "/a/2"}, {**save, "path": "/b", "source": second})
+    write(2, {**save, "path": "/a/2"}, {"event": "first_step", "source": first}, {**save, "path": "/a/3"})
+    write(3, {**save, "path": "/a/4"})
+    rank = Rank(rank=0, world_size=1, attempt=3, run_dir=str(tmp_path), rank_dir=str(tmp_path))
+    assert checkpoints.list_saved(rank, first) == ["/a/3", "/a/2", "/a/1"]
+    assert checkpoints.list_saved(rank, "other") == []

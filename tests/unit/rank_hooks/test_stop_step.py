@@ -116,13 +116,59 @@ def test_node_without_a_framework_makes_it_impossible_for_all(tmp_path: Path) ->
     assert clock.wait_until(lambda: {agent.poll() for agent in agents} == {"impossible"}, 10.0, 0.05)
 
 
-def test_rank_goes_on_if_the_agents_never_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustertrain.rank_hooks.clustertrain_hooks.stop_step._PATIENCE_S", 0.1)
+def test_rank_that_accepted_waits_until_its_deadline(tmp_path: Path) -> None:
+    """Were it to go on, another rank might still stop at the step."""
     rank = Program(tmp_path, 0, 0.0, None)
+    rank.stop.offer("test")
     rank.rank.write("stop-step.json", {"id": 1, "step": 5, "is_agreed": False})
+    rank.rank.write("stop", {"deadline": time.time() + 0.5})
+    assert not rank.stop.is_reached(4)
     assert not rank.stop.is_reached(5)
-    assert not rank.stop.is_reached(6)
-    assert rank.rank.read("stop-answer-0.json") == {"id": 1, "step": 5, "accepts": True}
+    assert time.time() > rank.rank.read("stop")["deadline"]
+    assert rank.rank.read("stop-answer-0.json") == {"id": 1, "step": 4, "accepts": True}
+
+
+def test_step_count_may_pass_over_the_agreed_step(tmp_path: Path) -> None:
+    """Lightning counts the steps of all optimizers."""
+    rank = Program(tmp_path, 0, 0.0, None)
+    rank.stop.offer("test")
+    rank.rank.write("stop-step.json", {"id": 1, "step": 5, "is_agreed": False})
+    assert not rank.stop.is_reached(4)
+    rank.rank.write("stop-step.json", {"id": 1, "step": 5, "is_agreed": True})
+    assert rank.stop.is_reached(6)
+
+
+def test_withdrawn_offer_leaves_nothing(tmp_path: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    rank = Program(tmp_path, 0, 0.0, None)
+    rank.stop.offer("test")
+    rank.stop.withdraw()
+    assert (signal.getsignal(signal.SIGTERM), list(tmp_path.iterdir())) == (signal.SIG_DFL, [])
+    rank.rank.write("stop-step.json", {"id": 1, "step": 5, "is_agreed": True})
+    assert not rank.stop.is_reached(5)
+
+
+def test_sigterm_counts_again_if_there_is_no_common_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent has sent SIGTERM, which this rank has ignored."""
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    rank = Program(tmp_path, 0, 0.0, None)
+    rank.stop.offer("test")
+    rank.rank.write("stop-step.json", {"id": 0, "step": None, "is_agreed": False})
+    assert not rank.stop.is_reached(1)
+    assert (sent, signal.getsignal(signal.SIGTERM)) == ([signal.SIGTERM], signal.SIG_DFL)
+
+
+def test_handler_from_before_the_framework_is_put_back(tmp_path: Path) -> None:
+    rank = Program(tmp_path, 0, 0.0, None)
+    own, frameworks = (lambda *_: None), (lambda *_: None)
+    signal.signal(signal.SIGTERM, frameworks)
+    rank.stop.offer("test", handler=own)
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.signal(signal.SIGTERM, frameworks)
+    rank.stop.offer("test", handler=signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGTERM) not in (own, frameworks, signal.SIG_DFL)
 
 
 def test_own_handler_of_the_program_stays(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Rows and events of a rank with hooks: none is lost, none is counted twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.rank_hooks.clustertrain_hooks import records
+from clustertrain.rank_hooks.clustertrain_hooks.progress import Progress
+from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
+
+
+def build_progress(folder: Path) -> Progress:
+    return Progress(Rank(rank=0, world_size=1, attempt=1, run_dir=str(folder), rank_dir=str(folder)))
+
+
+def read_rows(folder: Path, name: str = "attempt-1.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics" / name).read_text().splitlines()]
+
+
+def test_metrics_after_a_save_are_in_a_row_with_a_step(tmp_path: Path) -> None:
+    progress = build_progress(tmp_path)
+    progress.end_step(1)
+    progress.log({"loss": 2.0, "text": "x", "step": 7})
+    progress.record_checkpoint("/c/1", 0.0)
+    progress.log({"train_runtime": 3.5})
+    progress.close()
+    first, second = read_rows(tmp_path)
+    assert (first["step"], first["loss"], second["step"], second["train_runtime"]) == (1, 2.0, 1, 3.5)
+
+
+def test_second_program_continues_the_sums_in_a_file_of_its_own(tmp_path: Path) -> None:
+    first = build_progress(tmp_path)
+    first.begin()
+    first.end_step(1)
+    first.end_step(2)
+    first.close()
+    second = build_progress(tmp_path)
+    second.begin()
+    second.end_step(1)
+    second.close()
+    total = read_rows(tmp_path)[-1]["sum_step_s"]
+    (row,) = read_rows(tmp_path, "attempt-1-1.jsonl")
+    assert row["sum_step_s"] == pytest.approx(total + row["step_s"], abs=2e-6)
+
+
+def test_rows_survive_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = build_progress(tmp_path)
+    progress.end_step(1)
+    progress.end_step(2)
+    writer = progress._records
+    assert writer is not None
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_append", fail)
+        with pytest.raises(OSError, match="No space"):
+            writer.flush()
+    progress.close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
+
+
+def test_phase_stays_idle_after_the_training(tmp_path: Path) -> None:
+    progress = build_progress(tmp_path)
+    progress.end_step(1)
+    progress.close()
+    progress.record_evaluation(1.0)
+    assert progress._heartbeat.phase == 0
