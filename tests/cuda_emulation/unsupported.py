@@ -10,12 +10,17 @@ from collections.abc import Mapping
 OWN_PROCESSES = "starts its own CPU-only processes"
 NO_RANKS = "starts no rank: it computes in the test's process, on the CPU"
 HOST_MEMORY = "limits the memory of a CPU rank"
+ON_CPU = "its programs train on the CPU"
 HAS_GPU = "expects a machine without a GPU, and the emulated device is one"
 
 UNSUPPORTED: Mapping[str, str] = {
+    "tests/ranks/test_accelerate.py": NO_RANKS,
+    "tests/ranks/test_coming_from.py": NO_RANKS,
     "tests/ranks/test_current_folder.py": OWN_PROCESSES,
     "tests/ranks/test_custom_model_count.py": NO_RANKS,
     "tests/ranks/test_faults.py::test_cuda_without_gpu_is_refused": HAS_GPU,
+    "tests/ranks/test_frameworks.py": ON_CPU,
+    "tests/ranks/test_job_python.py": OWN_PROCESSES,
     "tests/ranks/test_measured_rates.py": OWN_PROCESSES,
     "tests/ranks/test_find_micro_batch.py::test_search_grows_to_memory_limit_and_recommends_fit": HOST_MEMORY,
     "tests/ranks/test_find_micro_batch.py::test_nothing_fits_is_reported_as_failure": HOST_MEMORY,
