@@ -1,0 +1,355 @@
+"""What becomes of the commands of a batch script: the set-up before the training command, the command, the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from clustertrain.errors import UsageError
+from clustertrain.submit.adopt.expansion import Expansions
+from clustertrain.submit.adopt.items import Assigned, Item
+from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind
+
+# torchrun's variables, and those of the frameworks for the same things.
+OWN_VARIABLES = frozenset({
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "MASTER", "HEAD_NODE_IP",
+})  # fmt: skip
+_SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD))=(?!\$)[^\s;]+")
+_ADDRESS = re.compile(
+    r"scontrol\s+show\s+hostname|SLURM_(?:JOB_)?NODELIST|\bhostname\b|\bgetent\b|MASTER_(?:ADDR|PORT)"
+)
+# Read by programs of the ranks alone, so that they may be set after the rest of the set-up.
+_RUNTIME = re.compile(r"(NCCL|OMP|MKL|TORCH|PYTORCH|HF|TRANSFORMERS|WANDB|TOKENIZERS|UCX|FI|GLOO|TF|XLA|CUDA_DEVICE)_")
+# Slurm's variables that differ in the job of a run, which has one task per node.
+_CHANGED = re.compile(
+    r"\$\{?(SLURM_(?:PROCID|LOCALID|NTASKS\w*|NPROCS|TASKS_PER_NODE|CPUS_PER_TASK|JOB_NAME|ARRAY_\w+|GPUS_PER_TASK)|[0-9@*]"
+    r")(?!\w)"
+)
+_RELATIVE = re.compile(r"(?:^|\s)(?:source|\.|cd)\s+(?![/~$\"'-])\S|(?:^|[\s=:])\.{1,2}/|\$\(?\{?(?:PWD|pwd)\b")
+_FILES = re.compile(
+    r"\s*(?:cp|mkdir|rm|mv|ln|tar|rsync|unzip|touch|python\S*|bash|sh|wget|curl|git|pip|uv|make|srun)\s"
+)
+_REFERENCE = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
+_ARITHMETIC = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
+_ACTIVATION = re.compile(r"\b(?:conda|mamba|micromamba|pyenv)\s+activate\b|/activate\b|\bspack\s+(?:load|env)\b")
+_MODULE = re.compile(r"\b(?:module\s+(?:load|add)|ml)\b.*(?:python|torch|conda|mamba|forge)", re.IGNORECASE)
+_MASK = "…"
+
+
+@dataclass
+class Body:
+    """The commands of a script, sorted."""
+
+    training: Item
+    before: list[Item]
+    after: list[Item]
+    activations: list[Item] = field(default_factory=list)
+    """Lines that choose the Python."""
+
+
+def split_body(items: Sequence[Item], name: str) -> Body:
+    """Find the training command among ``items``.
+
+    Raises:
+        UsageError: there is none, there are several, or it is inside a block.
+    """
+    end = next((i for i, item in enumerate(items) if item.kind == "exit" and not (item.block or item.before)), None)
+    reached = list(items[:end]) if end is not None else list(items)
+    unreached = [item for item in items[len(reached) :] if item.kind != "exit"]
+    best = max((item.certainty for item in reached if item.kind == "training"), default=0)
+    candidates = [item for item in reached if item.kind == "training" and item.certainty == best]
+    if not candidates:
+        raise UsageError(
+            f"{name}: no training command, such as srun, torchrun, accelerate launch or python SCRIPT",
+            fix="submit the program itself: clustertrain submit -- COMMAND",
+        )
+    if len(candidates) > 1:
+        lines = ", ".join(str(item.line) for item in candidates[:10])
+        raise UsageError(
+            f"{name}: several training commands, on lines {lines}; a run has one",
+            fix="adopt a copy of the script for each, or put them into a shell script: clustertrain submit -- bash x.sh",
+        )
+    training = candidates[0]
+    if training.notes or training.block:
+        raise UsageError(
+            f"{name}, line {training.line}: the training command is {training.notes[0]}",
+            fix="put it outside: clustertrain starts the program again by itself after a preemption or a time limit",
+        )
+    at = next(index for index, item in enumerate(reached) if item is training)
+    return Body(training, reached[:at], [*reached[at + 1 :], *unreached])
+
+
+class BodySorter:
+    """Decides what becomes of the items around the training command, and records it.
+
+    Args of the constructor:
+        base: the folder in which sbatch would be called, as a shell word.
+    """
+
+    def __init__(self, body: Body, expansions: Expansions, findings: Findings, base: str) -> None:
+        self._body, self._expansions, self._findings, self._base = body, expansions, findings, base
+        self._trapped = {word for item in [*body.before, *body.after] if item.kind == "trap" for word in item.words[1:]}
+        self._kept = {id(item) for item in body.before if self._is_setup(item)}
+        self._used = self._find_used(self._names(body.training.text), body.before)
+        # (item, exported variable) -> it stays in the set-up
+        self._needed: set[str] = set()
+
+    def sort(self) -> None:
+        self._needed = self._find_needed()
+        for index, item in enumerate(self._body.before):
+            self._sort_before(item, index)
+        self._add_base()
+        for item in self._body.after:
+            self._sort_after(item)
+
+    def add(self, item: Item, outcome: OutcomeKind, detail: str, text: str | None = None) -> None:
+        shown = _one_line(self._expansions.show(text or item.text))
+        self._findings.add(item.line, _SECRET_VALUE.sub(rf"\1={_MASK}", shown), outcome, detail)
+
+    # -- which lines and variables stay
+
+    def _is_setup(self, item: Item) -> bool:
+        if item.block.startswith("function ") and item.block.split()[1].rstrip("()") in " ".join(self._trapped).split():
+            return False
+        return item.kind in ("setup", "set", "training", "exit") and (item.kind != "exit" or bool(item.block))
+
+    def _names(self, text: str) -> set[str]:
+        text = self._expansions.show(text)
+        names = set(_REFERENCE.findall(text))
+        for arithmetic in _ARITHMETIC.findall(text):
+            names |= set(re.findall(r"[A-Za-z_]\w*", arithmetic))
+        return names
+
+    def _find_used(self, names: set[str], items: Sequence[Item]) -> set[str]:
+        """Return ``names`` and what their values use in turn."""
+        found = set(names)
+        for item in reversed(items):
+            for assigned in item.assigned:
+                if assigned.name in found:
+                    found |= self._names(assigned.text)
+        return found
+
+    def _find_needed(self) -> set[str]:
+        """Return the variables that lines of the set-up use."""
+        names: set[str] = set()
+        for item in self._body.before:
+            if id(item) in self._kept or (item.kind == "export" and not item.assigned):
+                names |= self._names(item.text)
+            for assigned in item.assigned:
+                if assigned.is_exported and not self._is_own(assigned) and not assigned.value.is_literal:
+                    names |= self._names(assigned.text)
+        while True:
+            more = self._find_used(names, self._body.before)
+            if more == names:
+                return names
+            names = more
+
+    def _is_own(self, assigned: Assigned) -> bool:
+        return assigned.name in OWN_VARIABLES
+
+    # -- before the training command
+
+    def _sort_before(self, item: Item, index: int) -> None:
+        if id(item) in self._kept:
+            self._keep(item)
+        elif item.kind == "cd":
+            self._change_folder(item, index)
+        elif item.kind in ("assign", "export"):
+            self._assign(item, index)
+        else:
+            self._drop(item)
+
+    def _keep(self, item: Item, detail: str = "") -> None:
+        text = self._expansions.show(item.text)
+        if item.kind == "set":
+            text = _without_tracing(text)
+            if not text:
+                self.add(item, "dropped", "it would print secrets into job.log")
+                return
+        self._findings.setup += _setup_lines(text)
+        if _ACTIVATION.search(text) or _MODULE.search(text):
+            self._body.activations.append(item)
+        self.add(item, "profile", detail or self._describe_setup(item))
+        self._warn_changed(item, text)
+
+    def _describe_setup(self, item: Item) -> str:
+        if item.kind == "training":
+            return "set-up: runs once before each start of the ranks, on the first node"
+        return "set-up"
+
+    def _warn_changed(self, item: Item, text: str) -> None:
+        names = sorted(set(_CHANGED.findall(text)))
+        if names:
+            listed = ", ".join(f"${name}" for name in names)
+            verb = "has" if len(names) == 1 else "have"
+            self.add(item, "decide", f"{listed} {verb} another value, or none, in the job script of a run", listed)
+
+    def _change_folder(self, item: Item, index: int) -> None:
+        target = item.words[1] if len(item.words) == 2 else ""
+        shown = self._expansions.find(target)
+        if not target or target == "-":
+            self.add(item, "decide", "submit in the folder in which the program shall run")
+        elif any(not expansion.is_environment for expansion in shown):
+            self.add(
+                item, "decide", "ranks run in the folder in which submit is called; let the program change to this"
+            )
+        elif self._expansions.show(target).rstrip("/") in ("$PWD", "."):
+            self.add(item, "replaced", "ranks run in the folder in which submit is called")
+        else:
+            self._findings.folders.append(self._expansions.quote(target))
+            later = self._body.before[index + 1 :]
+            if any(id(other) in self._kept and _is_relative(other.text) for other in later):
+                self._findings.setup += _setup_lines(self._expansions.show(item.text))
+            self.add(item, "submit", "submit is called in this folder")
+
+    def _assign(self, item: Item, index: int) -> None:
+        if not item.assigned:
+            self._keep(item, "set-up")
+            return
+        kept = []
+        for assigned in item.assigned:
+            if self._settle(item, assigned, index):
+                kept.append(assigned)
+        if kept:
+            is_exported = kept[0].is_exported and item.kind == "export"
+            text = f"export {' '.join(a.text for a in kept)}" if is_exported else " ".join(a.text for a in kept)
+            if len(kept) == len(item.assigned):
+                text = item.text
+            text = self._expansions.show(text)
+            self._findings.setup += _setup_lines(text)
+            self.add(item, "profile", "set-up", text)
+            self._warn_changed(item, text)
+
+    def _settle(self, item: Item, assigned: Assigned, index: int) -> bool:
+        """Record what becomes of one variable; return True if it belongs in the set-up."""
+        name, value = assigned.name, assigned.value
+        if self._is_own(assigned):
+            self.add(item, "replaced", f"clustertrain sets {name}", assigned.text)
+            return False
+        if assigned.is_exported:
+            if _SECRET.search(name) and value.is_known and not self._expansions.find(value.text):
+                self._findings.secrets.append(name)
+                self.add(
+                    item, "submit", "a secret: --env takes it from your shell, where you set it", f"{name}={_MASK}"
+                )
+                return False
+            if value.is_literal and not value.is_array and self._may_be_last(name, index):
+                self._findings.env[name] = value.text
+                self.add(item, "profile", "[env]", f"{name}={value.text}")
+                return False
+            self._findings.env.pop(name, None)
+            return True
+        if name in self._needed:
+            return True
+        text = self._expansions.show(assigned.text)
+        if self._is_address(text):
+            self.add(item, "replaced", "clustertrain sets the addresses and ports of the ranks", assigned.text)
+        elif name in self._used:
+            self.add(item, "submit", "its value is in the command", assigned.text)
+        else:
+            self.add(item, "dropped", "nothing that is kept uses it", assigned.text)
+        return False
+
+    def _is_address(self, text: str) -> bool:
+        if _ADDRESS.search(text):
+            return True
+        names = self._find_used(self._names(text), self._body.before)
+        sources = [a.text for item in self._body.before for a in item.assigned if a.name in names]
+        return any(_ADDRESS.search(self._expansions.show(source)) for source in sources)
+
+    def _may_be_last(self, name: str, index: int) -> bool:
+        """Return whether ``name`` can be set after the set-up, where the profile's ``[env]`` is."""
+        if name in self._needed or name.startswith("CLUSTERTRAIN_"):
+            return False
+        later = self._body.before[index + 1 :]
+        if any(a.name == name and not a.value.is_literal for item in later for a in item.assigned):
+            return False
+        return _RUNTIME.match(name) is not None or not any(id(item) in self._kept for item in later)
+
+    def _drop(self, item: Item) -> None:
+        details: dict[str, tuple[OutcomeKind, str]] = {
+            "monitor": ("replaced", "GPUs are recorded: clustertrain telemetry"),
+            "trap": ("replaced", "stops reach the ranks as SIGTERM, and the run is requeued"),
+            "requeue": ("replaced", "the run is requeued after a preemption, a time limit or a node failure"),
+            "address": ("replaced", "clustertrain sets the addresses and ports of the ranks"),
+            "neutral": ("dropped", "not needed"),
+            "print": ("dropped", "only prints"),
+        }
+        if item.kind == "chain":
+            self._drop_chain(item)
+        elif item.kind in details:
+            self.add(item, *details[item.kind])
+        else:
+            self.add(item, "replaced", "stops reach the ranks as SIGTERM, and the run is requeued")
+
+    def _drop_chain(self, item: Item) -> None:
+        if re.search(r"SLURM_JOB_?ID|\$0|BASH_SOURCE|dependency", self._expansions.show(item.text)):
+            self.add(item, "replaced", "no chain is needed: a run that reaches its time limit is requeued")
+        else:
+            self.add(item, "decide", "submits another job: do that yourself, with --dependency afterok:JOB if it waits")
+
+    def _add_base(self) -> None:
+        setup = self._findings.setup
+        first = next((i for i, line in enumerate(setup) if re.match(r"\s*cd\s+[\"']?[/~$]", line)), len(setup))
+        if any(_is_relative(line) for line in setup[:first]):
+            setup.insert(0, f"cd {self._base}")
+            detail = "set-up: the folder in which the script is submitted, for the relative paths after it"
+            self._findings.add(0, f"cd {self._base}", "profile", detail)
+
+    # -- after it
+
+    def _sort_after(self, item: Item) -> None:
+        training = self._body.training
+        if item.before in ("|", "|&") and item.line >= training.line and training.after in ("|", "|&"):
+            self.add(item, "replaced", "each rank has a log: clustertrain logs")
+        elif item.kind in ("neutral", "print", "exit", "assign"):
+            self.add(item, "dropped", "only prints or ends" if item.kind != "assign" else "after the training")
+        elif item.kind in ("monitor", "trap", "requeue", "chain"):
+            self._drop(item)
+        elif item.block.startswith("function ") and not self._is_setup(item):
+            self._drop(item)
+        else:
+            self.add(item, "decide", "runs after the training; a run executes nothing after it")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the variable ``name`` usually holds a secret."""
+    return _SECRET.search(name) is not None
+
+
+def _setup_lines(text: str) -> list[str]:
+    """Return the lines of a command as lines of the set-up, with continuations joined."""
+    return [line for line in re.sub(r"[ \t]*\\\n[ \t]*", " ", text).split("\n") if line.strip()]
+
+
+def _is_relative(text: str) -> bool:
+    """Return whether a line of the set-up may depend on the folder in which it runs."""
+    return _RELATIVE.search(text) is not None or _FILES.match(text) is not None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(re.sub(r"\\\n", " ", text).split())
+
+
+def _without_tracing(text: str) -> str:
+    """Return ``set`` without the options that print each line, secrets included."""
+    words = text.split()
+    kept = ["set"]
+    skip = False
+    for index, word in enumerate(words[1:], start=1):
+        following = words[index + 1] if index + 1 < len(words) else ""
+        if skip:
+            skip = False
+        elif re.fullmatch(r"-[a-zA-Z]+", word):
+            flags = re.sub("[xv]", "", word[1:])
+            skip = flags.endswith("o")
+            names = skip and following and following not in ("xtrace", "verbose")
+            flags = flags if names or not skip else flags[:-1]
+            kept += [f"-{flags}"] if flags else []
+            kept += [following] if names else []
+        else:
+            kept.append(word)
+    return " ".join(kept) if len(kept) > 1 else ""

@@ -1,0 +1,36 @@
+"""What becomes of the lines of a batch script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+OutcomeKind = Literal["submit", "profile", "replaced", "dropped", "decide"]
+"""In the submit line; in the profile; clustertrain does it; not needed; the user has to say."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of a line, or of one option of it."""
+
+    line: int
+    """Number of the line; 0: something that the script does not say."""
+    text: str
+    outcome: OutcomeKind
+    detail: str
+
+
+@dataclass
+class Findings:
+    """What is found while the script is read."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    secrets: list[str] = field(default_factory=list)
+    """Names of variables whose values stay out of the profile."""
+    folders: list[str] = field(default_factory=list)
+    """Folders to which the script changes, one after the other, as shell words."""
+
+    def add(self, line: int, text: str, outcome: OutcomeKind, detail: str) -> None:
+        self.outcomes.append(Outcome(line, text, outcome, detail))
