@@ -112,7 +112,7 @@ class _Composer:
     def compose(self, script: str, profile_name: str) -> Adoption:
         training = self._body.training
         self._take_env(training)
-        command = self._choose_python(training)
+        command = self._choose_python()
         self._report_training(training, command)
         profile = self._build_profile()
         text = _format_profile(profile, script) if profile else ""
@@ -123,7 +123,7 @@ class _Composer:
         secrets = [f'--env {name}="${name}"' for name in self._findings.secrets]
         line = " ".join(map(self._expansions.quote, ["clustertrain", "submit", *options]))
         tail = " ".join(map(self._expansions.quote, command))
-        self._ask_about(words, training)
+        self._ask_about(words)
         argv = [
             *words[: len(options) + 2],
             *(f"--env={name}=${name}" for name in self._findings.secrets),
@@ -149,13 +149,11 @@ class _Composer:
             if is_secret(name) and not self._expansions.find(value):
                 self._findings.secrets.append(name)
             elif self._expansions.find(value):
-                self._sorter.add(
-                    training, "decide", "set before the command: pass it with --env, or add it to [env]", text
-                )
+                self._sorter.add(training, "decide", "set before the command: pass its value with --env", text)
             else:
                 self._findings.env[name] = value
 
-    def _choose_python(self, training: Item) -> list[str]:
+    def _choose_python(self) -> list[str]:
         """Return the command, with the Python of a virtual environment that the script activates by its path."""
         command, activations = list(self._program.words), self._body.activations
         if not command or not (is_python(command[0]) or command[0] in ("accelerate", "conda", "uv")):
@@ -185,16 +183,14 @@ class _Composer:
         return [word for group in words for word in group]
 
     def _report_training(self, training: Item, command: list[str]) -> None:
-        program = self._program
+        program, start = self._program, _first_words(training.text)
         self._sorter.add(training, "submit", "the command: " + self._expansions.show(" ".join(command)))
         if program.replaced:
-            self._sorter.add(training, "replaced", "; ".join(program.replaced), _first_words(training.text))
+            self._sorter.add(training, "replaced", "; ".join(program.replaced), start)
         if training.redirected or training.after in ("|", "|&"):
-            self._sorter.add(
-                training, "replaced", "output: each rank has a log (clustertrain logs)", _first_words(training.text)
-            )
+            self._sorter.add(training, "replaced", "output: each rank has a log (clustertrain logs)", start)
         for warning in program.warnings:
-            self._sorter.add(training, "decide", warning, _first_words(training.text))
+            self._sorter.add(training, "decide", warning, start)
         self._check_program_file(training, command)
 
     def _check_program_file(self, training: Item, command: list[str]) -> None:
@@ -233,7 +229,7 @@ class _Composer:
             options += ["--sbatch", text]
         return options
 
-    def _ask_about(self, words: Sequence[str], training: Item) -> None:
+    def _ask_about(self, words: Sequence[str]) -> None:
         """Record the parts of the submit line that only the user, or a shell, can fill in."""
         for expansion in {item: None for word in words for item in self._expansions.find(word)}:
             if expansion.reason:

@@ -70,7 +70,7 @@ def split_body(items: Sequence[Item], name: str) -> Body:
         lines = ", ".join(str(item.line) for item in candidates[:10])
         raise UsageError(
             f"{name}: several training commands, on lines {lines}; a run has one",
-            fix="adopt a copy of the script for each, or put them into a shell script: clustertrain submit -- bash x.sh",
+            fix="adopt a copy of the script for each, or submit a shell script: clustertrain submit -- bash SCRIPT",
         )
     training = candidates[0]
     if training.notes or training.block:
@@ -91,7 +91,8 @@ class BodySorter:
 
     def __init__(self, body: Body, expansions: Expansions, findings: Findings, base: str) -> None:
         self._body, self._expansions, self._findings, self._base = body, expansions, findings, base
-        self._trapped = {word for item in [*body.before, *body.after] if item.kind == "trap" for word in item.words[1:]}
+        traps = [item for item in [*body.before, *body.after] if item.kind == "trap"]
+        self._trapped = {name for item in traps for name in " ".join(item.words[1:]).split()}
         self._kept = {id(item) for item in body.before if self._is_setup(item)}
         self._used = self._find_used(self._names(body.training.text), body.before)
         # (item, exported variable) -> it stays in the set-up
@@ -112,9 +113,13 @@ class BodySorter:
     # -- which lines and variables stay
 
     def _is_setup(self, item: Item) -> bool:
-        if item.block.startswith("function ") and item.block.split()[1].rstrip("()") in " ".join(self._trapped).split():
+        if self._is_trapped(item):
             return False
         return item.kind in ("setup", "set", "training", "exit") and (item.kind != "exit" or bool(item.block))
+
+    def _is_trapped(self, item: Item) -> bool:
+        """Return whether ``item`` is a function that a trap calls."""
+        return item.block.startswith("function ") and item.block.split()[1].rstrip("()") in self._trapped
 
     def _names(self, text: str) -> set[str]:
         text = self._expansions.show(text)
@@ -193,9 +198,7 @@ class BodySorter:
         if not target or target == "-":
             self.add(item, "decide", "submit in the folder in which the program shall run")
         elif any(not expansion.is_environment for expansion in shown):
-            self.add(
-                item, "decide", "ranks run in the folder in which submit is called; let the program change to this"
-            )
+            self.add(item, "decide", "ranks run where submit is called; let the program change to this folder")
         elif self._expansions.show(target).rstrip("/") in ("$PWD", "."):
             self.add(item, "replaced", "ranks run in the folder in which submit is called")
         else:
@@ -307,9 +310,7 @@ class BodySorter:
             self.add(item, "replaced", "each rank has a log: clustertrain logs")
         elif item.kind in ("neutral", "print", "exit", "assign"):
             self.add(item, "dropped", "only prints or ends" if item.kind != "assign" else "after the training")
-        elif item.kind in ("monitor", "trap", "requeue", "chain"):
-            self._drop(item)
-        elif item.block.startswith("function ") and not self._is_setup(item):
+        elif item.kind in ("monitor", "trap", "requeue", "chain") or self._is_trapped(item):
             self._drop(item)
         else:
             self.add(item, "decide", "runs after the training; a run executes nothing after it")

@@ -127,9 +127,7 @@ class _Chooser:
         launcher = self._program.launcher
         if ranks is None or ranks == gpus:
             if not launcher and nodes > 1:
-                self._ask(
-                    f"the script starts one process, on the first node; here each of {nodes * gpus} GPUs gets one"
-                )
+                self._ask(f"the script starts one process; here each of the {nodes * gpus} GPUs gets one")
             return gpus
         if launcher in ("torchrun", "accelerate launch", "deepspeed"):
             if ranks < gpus:
@@ -141,8 +139,8 @@ class _Chooser:
             return gpus
         if not launcher:
             self._ask(
-                f"the script starts one process for {nodes * gpus} GPUs, and here each GPU has one; use --gpus 1 if the "
-                "program uses one GPU"
+                f"the script starts one process for {nodes * gpus} GPUs, and here each GPU has one; use --gpus 1 if "
+                "the program uses one GPU"
             )
         else:
             self._ask(f"the script starts {ranks} processes per node for {gpus} GPUs; here each GPU has one")

@@ -99,7 +99,7 @@ def parse_options(words: Sequence[str], syntax: Syntax) -> tuple[list[GivenOptio
     Raises:
         UsageError: a value is missing, or an unknown option of srun may or may not have one.
     """
-    rest, given = list(words), []
+    rest, given = list(words), list[GivenOption]()
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word == "--":
