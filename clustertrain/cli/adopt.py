@@ -89,7 +89,7 @@ def _to_json(adoption: Adoption, path: Path | None) -> dict[str, Any]:
 
 
 def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:
-    click.echo(f"{adoption.script}: what becomes of each line")
+    click.echo(f"{adoption.script}: what becomes of each line\n")
     for outcome in adoption.outcomes:
         if outcome.outcome != "decide":
             text = f"{_HEADINGS[outcome.outcome]}: {outcome.detail}"

@@ -14,7 +14,7 @@ import tomli_w
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import UsageError
-from clustertrain.submit.adopt.body import OWN_VARIABLES, Body, BodySorter, is_secret, split_body
+from clustertrain.submit.adopt.body import OWN_VARIABLES, Body, BodySorter, split_body
 from clustertrain.submit.adopt.directives import parse_directives
 from clustertrain.submit.adopt.expansion import Expansions, Scope
 from clustertrain.submit.adopt.items import Item, ItemReader
@@ -28,7 +28,7 @@ from clustertrain.submit.command import is_python
 
 _MAX_SCRIPT_BYTES = 1 << 20
 _RANK_VARIABLES = re.compile(r"\b(SLURM_PROCID|SLURM_LOCALID|SLURM_NTASKS|SLURM_NODEID|OMPI_COMM_WORLD_\w+)\b")
-_VENV = re.compile(r"(?:source|\.)\s+[\"']?([^\s\"'$;&|]+)/bin/activate[\"']?\s*$")
+_VENV = re.compile(r"(?:source|\.) ([^$]+)/bin/activate")
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,10 @@ class _Composer:
             name, _, value = text.partition("=")
             if name in OWN_VARIABLES:
                 continue
-            if is_secret(name) and not self._expansions.find(value):
-                self._findings.secrets.append(name)
-            elif self._expansions.find(value):
+            if self._expansions.find(value):
                 self._sorter.add(training, "decide", "set before the command: pass its value with --env", text)
             else:
-                self._findings.env[name] = value
+                self._findings.set_variable(name, value)
 
     def _choose_python(self) -> list[str]:
         """Return the command, with the Python of a virtual environment that the script activates by its path."""
@@ -161,17 +159,16 @@ class _Composer:
         if "/" in command[0] or not activations:
             return command
         last = activations[-1]
-        text = re.sub(r"\$\{?HOME\}?|(?<=\s)~(?=/)", lambda _: str(Path.home()), self._expansions.show(last.text))
-        match = _VENV.search(text.strip())
+        text = re.sub(r"\$\{?HOME\}?", lambda _: str(Path.home()), self._expansions.show(" ".join(last.words)))
+        match = _VENV.fullmatch(text)
         if match is not None:
-            beside = f"{match[1]}/bin/{command[0]}"
-            folder = self._cwd.joinpath(self._request.chdir, *self._folders())
+            beside = self._cwd.joinpath(self._request.chdir, match[1], "bin", command[0])
             try:
-                exists = (folder / beside).is_file()
+                exists = beside.is_file()
             except OSError:
                 exists = False
             if exists:
-                return [beside, *command[1:]]
+                return [str(beside), *command[1:]]
         self._sorter.add(
             last, "decide",
             f"submit takes {command[0]} from the shell in which it is called: run this line there first",
@@ -232,6 +229,9 @@ class _Composer:
     def _ask_about(self, words: Sequence[str]) -> None:
         """Record the parts of the submit line that only the user, or a shell, can fill in."""
         for expansion in {item: None for word in words for item in self._expansions.find(word)}:
+            if self._findings.folders and expansion.text.strip("${()}").lower() == "pwd":
+                detail = "in the command: another folder after the cd of the submit line; write its path"
+                self._findings.add(expansion.line, expansion.text, "decide", detail)
             if expansion.reason:
                 detail = f"in the command: {expansion.reason}"
                 if not expansion.is_environment:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.expansion import Expansions
 from clustertrain.submit.adopt.items import Assigned, Item
-from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind
+from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind, is_secret
 
 # torchrun's variables, and those of the frameworks for the same things.
 OWN_VARIABLES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
     "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "MASTER", "HEAD_NODE_IP",
 })  # fmt: skip
-_SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD))=(?!\$)[^\s;]+")
 _ADDRESS = re.compile(
     r"scontrol\s+show\s+hostname|SLURM_(?:JOB_)?NODELIST|\bhostname\b|\bgetent\b|MASTER_(?:ADDR|PORT)"
@@ -30,13 +29,14 @@ _CHANGED = re.compile(
 )
 _RELATIVE = re.compile(r"(?:^|\s)(?:source|\.|cd)\s+(?![/~$\"'-])\S|(?:^|[\s=:])\.{1,2}/|\$\(?\{?(?:PWD|pwd)\b")
 _FILES = re.compile(
-    r"\s*(?:cp|mkdir|rm|mv|ln|tar|rsync|unzip|touch|python\S*|bash|sh|wget|curl|git|pip|uv|make|srun)\s"
+    r"[^#]*>\s*(?![/&$~(>])\S|\s*(?:cp|mkdir|rm|mv|ln|tar|rsync|unzip|touch|python\S*|bash|sh|wget|curl|git|pip|uv|make|srun)\s"
 )
 _REFERENCE = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
 _ARITHMETIC = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
 _ACTIVATION = re.compile(r"\b(?:conda|mamba|micromamba|pyenv)\s+activate\b|/activate\b|\bspack\s+(?:load|env)\b")
 _MODULE = re.compile(r"\b(?:module\s+(?:load|add)|ml)\b.*(?:python|torch|conda|mamba|forge)", re.IGNORECASE)
 _MASK = "…"
+_ADDRESSES = "clustertrain sets the addresses and ports of the ranks"
 
 
 @dataclass
@@ -108,7 +108,7 @@ class BodySorter:
 
     def add(self, item: Item, outcome: OutcomeKind, detail: str, text: str | None = None) -> None:
         shown = _one_line(self._expansions.show(text or item.text))
-        self._findings.add(item.line, _SECRET_VALUE.sub(rf"\1={_MASK}", shown), outcome, detail)
+        self._findings.add(item.line, _SECRET_VALUE.sub(rf"\1={_MASK}", shown), outcome, self._expansions.show(detail))
 
     # -- which lines and variables stay
 
@@ -153,7 +153,11 @@ class BodySorter:
             names = more
 
     def _is_own(self, assigned: Assigned) -> bool:
-        return assigned.name in OWN_VARIABLES
+        """Return whether clustertrain does what the variable is for: addresses, sizes, and launchers with them."""
+        if assigned.name in OWN_VARIABLES:
+            return True
+        text = self._expansions.show(assigned.text)
+        return assigned.name in self._used and not assigned.value.is_literal and self._is_address(text)
 
     # -- before the training command
 
@@ -230,18 +234,16 @@ class BodySorter:
         """Record what becomes of one variable; return True if it belongs in the set-up."""
         name, value = assigned.name, assigned.value
         if self._is_own(assigned):
-            self.add(item, "replaced", f"clustertrain sets {name}", assigned.text)
+            detail = f"clustertrain sets {name}" if name in OWN_VARIABLES else _ADDRESSES
+            self.add(item, "replaced", detail, assigned.text)
             return False
         if assigned.is_exported:
-            if _SECRET.search(name) and value.is_known and not self._expansions.find(value.text):
-                self._findings.secrets.append(name)
-                self.add(
-                    item, "submit", "a secret: --env takes it from your shell, where you set it", f"{name}={_MASK}"
-                )
-                return False
-            if value.is_literal and not value.is_array and self._may_be_last(name, index):
-                self._findings.env[name] = value.text
-                self.add(item, "profile", "[env]", f"{name}={value.text}")
+            if value.is_literal and not value.is_array and (is_secret(name) or self._may_be_last(name, index)):
+                if self._findings.set_variable(name, value.text):
+                    self.add(item, "profile", "[env]", f"{name}={value.text}")
+                else:
+                    detail = "a secret: --env takes it from your shell, where you set it"
+                    self.add(item, "submit", detail, f"{name}={_MASK}")
                 return False
             self._findings.env.pop(name, None)
             return True
@@ -249,9 +251,9 @@ class BodySorter:
             return True
         text = self._expansions.show(assigned.text)
         if self._is_address(text):
-            self.add(item, "replaced", "clustertrain sets the addresses and ports of the ranks", assigned.text)
+            self.add(item, "replaced", _ADDRESSES, assigned.text)
         elif name in self._used:
-            self.add(item, "submit", "its value is in the command", assigned.text)
+            self.add(item, "submit", "the command uses it, with its value", assigned.text)
         else:
             self.add(item, "dropped", "nothing that is kept uses it", assigned.text)
         return False
@@ -277,7 +279,7 @@ class BodySorter:
             "monitor": ("replaced", "GPUs are recorded: clustertrain telemetry"),
             "trap": ("replaced", "stops reach the ranks as SIGTERM, and the run is requeued"),
             "requeue": ("replaced", "the run is requeued after a preemption, a time limit or a node failure"),
-            "address": ("replaced", "clustertrain sets the addresses and ports of the ranks"),
+            "address": ("replaced", _ADDRESSES),
             "neutral": ("dropped", "not needed"),
             "print": ("dropped", "only prints"),
         }
@@ -309,20 +311,17 @@ class BodySorter:
         if item.before in ("|", "|&") and item.line >= training.line and training.after in ("|", "|&"):
             self.add(item, "replaced", "each rank has a log: clustertrain logs")
         elif item.kind in ("neutral", "print", "exit", "assign"):
-            self.add(item, "dropped", "only prints or ends" if item.kind != "assign" else "after the training")
+            self.add(item, "dropped", "not needed" if item.kind != "assign" else "after the training")
         elif item.kind in ("monitor", "trap", "requeue", "chain") or self._is_trapped(item):
             self._drop(item)
         else:
             self.add(item, "decide", "runs after the training; a run executes nothing after it")
 
 
-def is_secret(name: str) -> bool:
-    """Return whether the variable ``name`` usually holds a secret."""
-    return _SECRET.search(name) is not None
-
-
 def _setup_lines(text: str) -> list[str]:
     """Return the lines of a command as lines of the set-up, with continuations joined."""
+    if "<<" in text:  # the lines of a here-document stay as they are
+        return text.split("\n")
     return [line for line in re.sub(r"[ \t]*\\\n[ \t]*", " ", text).split("\n") if line.strip()]
 
 

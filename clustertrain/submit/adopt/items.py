@@ -86,7 +86,7 @@ class ItemReader:
         for assigned in (a for item in parts for a in item.assigned):
             self._scope.forget(assigned.name, parts[0].line)
         order: tuple[CommandKind, ...] = ("requeue", "chain", "setup", "set", "export", "assign", "cd", "exit")
-        kind = next((k for k in order if k in kinds), parts[0].kind)
+        kind = "address" if "address" in kinds else next((k for k in order if k in kinds), parts[0].kind)
         kind = "setup" if kind in ("set", "export", "assign", "cd") else kind
         text = source.text[statement.start : statement.end]
         joined = Item(kind, parts[0].line, text, words=parts[0].words, block="&&" if kind == "exit" else "")

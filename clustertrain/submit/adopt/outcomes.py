@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 OutcomeKind = Literal["submit", "profile", "replaced", "dropped", "decide"]
 """In the submit line; in the profile; clustertrain does it; not needed; the user has to say."""
+
+_SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the variable ``name`` usually holds a secret."""
+    return _SECRET.search(name) is not None
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,14 @@ class Findings:
     """Names of variables whose values stay out of the profile."""
     folders: list[str] = field(default_factory=list)
     """Folders to which the script changes, one after the other, as shell words."""
+
+    def set_variable(self, name: str, value: str) -> bool:
+        """Set a variable of the ranks; return False if it usually holds a secret, so that only its name is kept."""
+        if is_secret(name):
+            self.secrets.append(name)
+            return False
+        self.env[name] = value
+        return True
 
     def add(self, line: int, text: str, outcome: OutcomeKind, detail: str) -> None:
         self.outcomes.append(Outcome(line, text, outcome, detail))

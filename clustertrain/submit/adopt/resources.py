@@ -222,7 +222,10 @@ class _Reader:
             self._pass(directive, "export", directive.option.value)
             return
         assigned = {name: value for name, separator, value in pairs if separator}
-        self._findings.env |= assigned
+        for name, value in assigned.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise self._error(directive, f"{name!r} is not the name of a variable", "correct it")
+            self._findings.set_variable(name, value)
         detail = "[env]" if assigned else "the job has the environment of the shell in which submit is called"
         self._add(directive, "profile" if assigned else "replaced", detail)
 

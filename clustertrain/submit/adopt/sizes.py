@@ -131,9 +131,7 @@ class _Chooser:
             return gpus
         if launcher in ("torchrun", "accelerate launch", "deepspeed"):
             if ranks < gpus:
-                self._ask(
-                    f"the job has {gpus} GPUs per node, and {launcher} starts {ranks} ranks: {ranks} are requested"
-                )
+                self._ask(f"{launcher} starts {ranks} ranks on nodes with {gpus} GPUs: {ranks} GPUs are requested")
                 return ranks
             self._ask(f"{launcher} starts {ranks} ranks for {gpus} GPUs per node; here each GPU has one")
             return gpus
@@ -143,7 +141,8 @@ class _Chooser:
                 "the program uses one GPU"
             )
         else:
-            self._ask(f"the script starts {ranks} processes per node for {gpus} GPUs; here each GPU has one")
+            processes = f"{ranks} process{'es' * (ranks > 1)}"
+            self._ask(f"the script starts {processes} per node for {gpus} GPUs; here each GPU has one")
         return gpus
 
     def _choose_cpus(self, nodes: int, ranks: int, gpus: int | None) -> int:

@@ -98,9 +98,10 @@ class _Parser:
                 return index + 2
             if keyword == "[[":
                 return self._skip_to("]]", index)
-            if token.pieces and _ASSIGNMENT.match(token.pieces[0].text) and not token.pieces[0].is_quoted:
-                self._add(token, self._command.assignments)
-                return index + 1
+        is_assignment = token.pieces and not token.pieces[0].is_quoted and _ASSIGNMENT.match(token.pieces[0].text)
+        if is_assignment and not self._command.words:
+            self._add(token, self._command.assignments)
+            return index + 1
         self._add(token, self._command.words)
         return index + 1
 
