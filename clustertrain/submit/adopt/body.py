@@ -94,8 +94,14 @@ class BodySorter:
         traps = [item for item in [*body.before, *body.after] if item.kind == "trap"]
         self._trapped = {name for item in traps for name in " ".join(item.words[1:]).split()}
         self._kept = {id(item) for item in body.before if self._is_setup(item)}
+        kept = [index for index, item in enumerate(body.before) if id(item) in self._kept]
+        self._last_kept = max(kept, default=-1)
+        self._last_relative = max((index for index in kept if _is_relative(body.before[index].text)), default=-1)
+        self._last_unknown = {
+            a.name: index for index, item in enumerate(body.before) for a in item.assigned if not a.value.is_literal
+        }
+        self._addresses = self._find_addresses()
         self._used = self._find_used(self._names(body.training.text), body.before)
-        # (item, exported variable) -> it stays in the set-up
         self._needed: set[str] = set()
 
     def sort(self) -> None:
@@ -207,8 +213,7 @@ class BodySorter:
             self.add(item, "replaced", "ranks run in the folder in which submit is called")
         else:
             self._findings.folders.append(self._expansions.quote(target))
-            later = self._body.before[index + 1 :]
-            if any(id(other) in self._kept and _is_relative(other.text) for other in later):
+            if self._last_relative > index:
                 self._findings.setup += _setup_lines(self._expansions.show(item.text))
             self.add(item, "submit", "submit is called in this folder")
 
@@ -259,20 +264,24 @@ class BodySorter:
         return False
 
     def _is_address(self, text: str) -> bool:
-        if _ADDRESS.search(text):
-            return True
-        names = self._find_used(self._names(text), self._body.before)
-        sources = [a.text for item in self._body.before for a in item.assigned if a.name in names]
-        return any(_ADDRESS.search(self._expansions.show(source)) for source in sources)
+        return _ADDRESS.search(text) is not None or not self._addresses.isdisjoint(self._names(text))
+
+    def _find_addresses(self) -> set[str]:
+        """Return the variables whose values come from the names of the nodes."""
+        found: set[str] = set()
+        for assigned in (a for item in self._body.before for a in item.assigned):
+            text = self._expansions.show(assigned.text)
+            if _ADDRESS.search(text) or not found.isdisjoint(self._names(text)):
+                found.add(assigned.name)
+        return found
 
     def _may_be_last(self, name: str, index: int) -> bool:
         """Return whether ``name`` can be set after the set-up, where the profile's ``[env]`` is."""
         if name in self._needed or name.startswith("CLUSTERTRAIN_"):
             return False
-        later = self._body.before[index + 1 :]
-        if any(a.name == name and not a.value.is_literal for item in later for a in item.assigned):
+        if self._last_unknown.get(name, -1) > index:
             return False
-        return _RUNTIME.match(name) is not None or not any(id(item) in self._kept for item in later)
+        return _RUNTIME.match(name) is not None or self._last_kept < index
 
     def _drop(self, item: Item) -> None:
         details: dict[str, tuple[OutcomeKind, str]] = {

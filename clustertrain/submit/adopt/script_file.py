@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from clustertrain import reading
 from clustertrain.errors import NotFound, UsageError
 
-MAX_BYTES = reading.MIB
+MAX_BYTES = reading.MIB // 4
 DIRECTIVE = re.compile(r"^#SBATCH(?P<options>.*)$", re.MULTILINE)
 _SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 _RESERVED = re.compile("[\ue000\ue001]")

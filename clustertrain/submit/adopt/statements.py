@@ -175,6 +175,8 @@ class _Parser:
             self._stack.pop()
             return index + 1
         if text in _CASE_ENDS:
+            if not self._stack or self._stack[-1][0] != "esac":
+                raise self._source.error(token.start, f"{text} outside of a case", "remove it")
             self._end_command("")
             return self._skip_pattern(index + 1)
         if text in _CONNECTORS:

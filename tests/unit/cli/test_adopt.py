@@ -18,6 +18,7 @@ from clustertrain.config.cluster import load_profile
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.long
 SCRIPTS = ROOT / "tests" / "fixtures" / "batch_scripts"
 # Options of the job scripts that submit renders, by batch script. Those of --nodes, GPUs and time are the script's own.
 JOBS: dict[str, dict[str, str]] = {
@@ -243,7 +244,7 @@ def test_virtual_environment_names_the_python(run_cli: RunCli) -> None:
         (b"#!/usr/bin/env python3\nimport os\n", 2, "is a script for python3"),
         (b"#!/bin/bash\r\n#SBATCH -N 1\r\nsrun python x.py\r\n", 2, "has DOS line breaks"),
         (b"#!/bin/bash\necho \xff\xfe\n", 2, "line 2: is not UTF-8"),
-        (b"#!/bin/bash\n" + b"#" * 10_000_000, 2, "is larger than 1 MiB"),
+        (b"#!/bin/bash\n" + b"#" * 10_000_000, 2, "is larger than 0.25 MiB"),
         (b"#!/bin/bash\necho 'open\n", 2, "line 2: the quote ' is not closed"),
         (b"#!/bin/bash\nif true; then\nsrun python x.py\n", 2, "line 2: a block has no closing fi"),
         (b"#!/bin/bash\ncat <<EOF\nsrun python x.py\n", 2, "line 2: the here-document has no line EOF"),

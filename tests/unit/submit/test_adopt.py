@@ -191,10 +191,10 @@ def test_directives_end_at_the_first_command() -> None:
 
 FRAGMENTS = [
     "#!/bin/bash", "#SBATCH", "--nodes=", "--gres=gpu:", "srun", "torchrun", "python", "train.py", "bash -c", "eval",
-    "export", "A=", "(", ")", "{", "}", "[[", "]]", "$A", "${A", "$(", "`", "'", '"', "\\", "<<EOF", "EOF", "if", "then",
-    "fi", "for", "do", "done", "case", "esac", "in", ";;", "&&", "|", "||", ";", "&", ">", "<(", "~", "*", "function",
-    "f()", "A+=(", "${A[@]}", "$((", "accelerate launch", "deepspeed", "mpirun", "-x", "trap", "scontrol requeue", "cd",
-    "source", "exit", "timeout 1h", "-m", "--", "=", "\n", "\t", " ", "\x1b", "é", "\ue0000\ue001",
+    "export", "A=", "(", ")", "{", "}", "[[", "]]", "$A", "${A", "$(", "`", "'", '"', "\\", "<<EOF", "EOF", "if",
+    "then", "fi", "for", "do", "done", "case", "esac", "in", ";;", "&&", "|", "||", ";", "&", ">", "<(", "~", "*",
+    "function", "f()", "A+=(", "${A[@]}", "$((", "accelerate launch", "deepspeed", "mpirun", "-x", "trap",
+    "scontrol requeue", "cd", "source", "exit", "timeout 1h", "-m", "--", "=", "\n", "\t", " ", "\x1b", "é", "\ue0000\ue001",
 ]  # fmt: skip
 TEXTS = st.one_of(
     st.text(),
