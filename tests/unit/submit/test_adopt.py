@@ -194,7 +194,8 @@ FRAGMENTS = [
     "export", "A=", "(", ")", "{", "}", "[[", "]]", "$A", "${A", "$(", "`", "'", '"', "\\", "<<EOF", "EOF", "if",
     "then", "fi", "for", "do", "done", "case", "esac", "in", ";;", "&&", "|", "||", ";", "&", ">", "<(", "~", "*",
     "function", "f()", "A+=(", "${A[@]}", "$((", "accelerate launch", "deepspeed", "mpirun", "-x", "trap",
-    "scontrol requeue", "cd", "source", "exit", "timeout 1h", "-m", "--", "=", "\n", "\t", " ", "\x1b", "é", "\ue0000\ue001",
+    "scontrol requeue", "cd", "source", "exit", "timeout 1h", "-m", "--", "=", "\n", "\t", " ", "\x1b", "é",
+    "\ue0000\ue001",
 ]  # fmt: skip
 TEXTS = st.one_of(
     st.text(),
