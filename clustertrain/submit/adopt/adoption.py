@@ -184,8 +184,10 @@ class _Composer:
         self._sorter.add(training, "submit", "the command: " + self._expansions.show(" ".join(command)))
         if program.replaced:
             self._sorter.add(training, "replaced", "; ".join(program.replaced), start)
-        if training.redirected or training.after in ("|", "|&"):
+        if training.writes_file or training.after in ("|", "|&"):
             self._sorter.add(training, "replaced", "output: each rank has a log (clustertrain logs)", start)
+        if training.reads_file or training.before in ("|", "|&"):
+            self._sorter.add(training, "decide", "ranks read nothing from standard input", start)
         for warning in program.warnings:
             self._sorter.add(training, "decide", warning, start)
         self._check_program_file(training, command)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.expansion import Expansions
 from clustertrain.submit.adopt.items import Assigned, Item
-from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind, is_secret
+from clustertrain.submit.adopt.outcomes import MASK, Findings, OutcomeKind, is_secret
 
 # torchrun's variables, and those of the frameworks for the same things.
 OWN_VARIABLES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
     "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "MASTER", "HEAD_NODE_IP",
 })  # fmt: skip
-_SECRET_VALUE = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD))=(?!\$)[^\s;]+")
 _ADDRESS = re.compile(
     r"scontrol\s+show\s+hostname|SLURM_(?:JOB_)?NODELIST|\bhostname\b|\bgetent\b|MASTER_(?:ADDR|PORT)"
 )
@@ -35,7 +34,6 @@ _REFERENCE = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
 _ARITHMETIC = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
 _ACTIVATION = re.compile(r"\b(?:conda|mamba|micromamba|pyenv)\s+activate\b|/activate\b|\bspack\s+(?:load|env)\b")
 _MODULE = re.compile(r"\b(?:module\s+(?:load|add)|ml)\b.*(?:python|torch|conda|mamba|forge)", re.IGNORECASE)
-_MASK = "…"
 _ADDRESSES = "clustertrain sets the addresses and ports of the ranks"
 
 
@@ -114,7 +112,7 @@ class BodySorter:
 
     def add(self, item: Item, outcome: OutcomeKind, detail: str, text: str | None = None) -> None:
         shown = _one_line(self._expansions.show(text or item.text))
-        self._findings.add(item.line, _SECRET_VALUE.sub(rf"\1={_MASK}", shown), outcome, self._expansions.show(detail))
+        self._findings.add(item.line, shown, outcome, self._expansions.show(detail))
 
     # -- which lines and variables stay
 
@@ -248,7 +246,7 @@ class BodySorter:
                     self.add(item, "profile", "[env]", f"{name}={value.text}")
                 else:
                     detail = "a secret: --env takes it from your shell, where you set it"
-                    self.add(item, "submit", detail, f"{name}={_MASK}")
+                    self.add(item, "submit", detail, f"{name}={MASK}")
                 return False
             self._findings.env.pop(name, None)
             return True

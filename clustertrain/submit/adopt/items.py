@@ -48,7 +48,8 @@ class Item:
     after: str = ""
     """Operator after the command."""
     before: str = ""
-    redirected: bool = False
+    writes_file: bool = False
+    reads_file: bool = False
 
 
 class ItemReader:
@@ -110,7 +111,8 @@ class ItemReader:
             raise self.at_line(e, source, line) from e
         program.env = [f"{name}={value.text}" for name, value in prefix] + program.env
         targets = [(op, (target.text if target else "")) for op, target in command.redirections]
-        item.redirected = bool(targets)
+        item.reads_file = any(operator.startswith("<") for operator, _ in targets)
+        item.writes_file = any(not operator.startswith("<") for operator, _ in targets)
         item.program, item.words = program, program.words
         item.kind, item.certainty = find_kind(program, targets)
         if item.kind == "export":

@@ -11,6 +11,9 @@ OutcomeKind = Literal["submit", "profile", "replaced", "dropped", "decide"]
 
 _SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
+_SECRET_VALUE = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD))=(?!\$)[^\s;,]+")
+MASK = "…"
+
 
 def is_secret(name: str) -> bool:
     """Return whether the variable ``name`` usually holds a secret."""
@@ -49,4 +52,6 @@ class Findings:
         return True
 
     def add(self, line: int, text: str, outcome: OutcomeKind, detail: str) -> None:
-        self.outcomes.append(Outcome(line, text, outcome, detail))
+        """Record an outcome, with the values of secrets masked."""
+        masked = [_SECRET_VALUE.sub(rf"\1={MASK}", part) for part in (text, detail)]
+        self.outcomes.append(Outcome(line, masked[0], outcome, masked[1]))

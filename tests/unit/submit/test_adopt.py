@@ -173,10 +173,18 @@ def test_directives_that_cannot_be_honored_are_refused(directive: str, message: 
         (f"{GPUS}srun python train.py\npython evaluate.py", "a run executes nothing after it"),
         (f"{GPUS}sbatch other.sbatch\nsrun python train.py", "submits another job"),
         (f"{GPUS}A=$B srun python train.py", "set before the command"),
+        (f"{GPUS}srun python train.py < input.txt", "ranks read nothing from standard input"),
     ],
 )
 def test_differences_are_left_to_the_user(text: str, detail: str) -> None:
     assert any(detail in question.detail for question in read(f"{text}\n").questions)
+
+
+def test_secrets_are_shown_nowhere() -> None:
+    directives = f"{GPUS}#SBATCH --export=ALL,A_TOKEN=abc\n"
+    adoption = read(f"{directives}export B_KEY='abc'\nC_PASSWORD=abc srun --export=ALL,D_SECRET=abc python t.py\n")
+    assert "abc" not in repr(adoption)
+    assert all(f'--env {name}="${name}"' in adoption.submit for name in ("A_TOKEN", "B_KEY", "C_PASSWORD", "D_SECRET"))
 
 
 def test_directives_end_at_the_first_command() -> None:
