@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import sys
 from collections import Counter
@@ -22,8 +21,6 @@ from clustertrain.config.parsing.documents import read_text
 from clustertrain.errors import UsageError
 from clustertrain.scheduler.slurm import SlurmBackend
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,7 @@ def detect_cluster(
 def _choose_name(request: DetectRequest, slurm: Site | None, environ: Mapping[str, str]) -> str:
     slurm_name = slurm.cluster_name if slurm else ""
     name = request.name or cluster.default_profile_name(environ) or slurm_name or socket.gethostname().split(".")[0]
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"invalid profile name {name!r}", fix="use letters, digits, '-', '_' and '.'")
-    return name
+    return profile_file.check_name(name)
 
 
 def _detect_profile(

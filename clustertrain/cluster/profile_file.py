@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from clustertrain import fsio
 from clustertrain.cluster.slurm_site_profile import DetectedValue
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.parsing.documents import build, parse_toml
-from clustertrain.errors import ConfigError
+from clustertrain.errors import ConfigError, UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,13 @@ def carry_over_fabric_rate(old: MeasuredRates | None, new: MeasuredRates) -> Mea
     return msgspec.structs.replace(new, fabric_bus_gb_s=old.fabric_bus_gb_s, nodes=old.nodes)
 
 
+def check_name(name: str) -> str:
+    """Return ``name``; raise UsageError if it is not the name of a profile."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"invalid profile name {name!r}", fix="use letters, digits, '-', '_' and '.'")
+    return name
+
+
 def parse_profile(text: str, source: str) -> ClusterProfile:
     """Parse a profile; raise ConfigError if ``text`` is not one. ``source`` names it in messages."""
     return build(parse_toml(text, source), ClusterProfile, source)
@@ -96,7 +106,7 @@ def write(path: Path, text: str) -> None:
         mode = target.stat().st_mode & 0o777 if target.exists() else None
         fsio.write_text(target, text)
     except OSError as e:
-        fix = "set XDG_CONFIG_HOME to a writable folder, or print the profile with --dry-run"
+        fix = "set XDG_CONFIG_HOME to a writable folder, or only print the profile"
         raise ConfigError(f"the profile {path} cannot be written: {e.strerror}", fix=fix) from e
     if mode is not None:
         target.chmod(mode)

@@ -61,7 +61,7 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     """
     if not request.command:
         return Translation(request)
-    name, arguments = _split_launcher(request.command)
+    name, arguments = split_launcher(request.command)
     if name == "accelerate" and arguments[:1] == ["launch"]:
         name, arguments = "accelerate launch", arguments[1:]
     if name in _OTHER_LAUNCHERS:
@@ -78,7 +78,7 @@ def replace_launcher(request: SubmitRequest) -> Translation:
             request, command=tuple(program), job=_merge_sizes(name, request.job, sizes), env={**env, **request.env}
         )
         return Translation(translated, (note,))
-    sizes, kinds, program = _parse_torchrun(arguments)
+    sizes, kinds, program = parse_torchrun(arguments)
     job = _merge_sizes(name, request.job, sizes)
     if not program:
         raise UsageError("torchrun: no program after its options", fix="name the script: -- torchrun SCRIPT ARGS")
@@ -87,7 +87,7 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     return Translation(dataclasses.replace(request, command=tuple(program), job=job), (note,))
 
 
-def _split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
+def split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
     """Return the launcher that ``command`` starts with, if any, and the arguments after it."""
     name, *arguments = PurePath(command[0]).name, *command[1:]
     if is_python(command[0]):
@@ -100,7 +100,7 @@ def _split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
     return name, arguments
 
 
-def _parse_torchrun(arguments: Sequence[str]) -> tuple[dict[str, str], set[str], list[str]]:
+def parse_torchrun(arguments: Sequence[str]) -> tuple[dict[str, str], set[str], list[str]]:
     """Return the sizes, the flags that say what the program is, and the program with its arguments."""
     sizes: dict[str, str] = {}
     kinds: set[str] = set()

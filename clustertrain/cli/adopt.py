@@ -1,0 +1,112 @@
+"""``clustertrain adopt``: a batch script as a cluster profile and a submit line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clustertrain.cli.common import json_option, print_json
+from clustertrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from clustertrain.submit.adopt.adoption import Adoption
+
+_TEXT_WIDTH = 50
+_HEADINGS = {
+    "submit": "submit line",
+    "profile": "profile",
+    "replaced": "clustertrain does it",
+    "dropped": "left out",
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("script", metavar="SCRIPT")
+@click.option("--write", "name", metavar="NAME", help="Store the cluster profile as NAME.")
+@click.option("--force", is_flag=True, help="With --write: replace a profile of that name.")
+@json_option
+def adopt(script: str, name: str | None, force: bool, as_json: bool) -> None:
+    """Read the batch script SCRIPT and print the cluster profile and the submit line that do the same.
+
+    Nothing of the script is executed. The output lists what becomes of each line, and what you have to decide.
+    """
+    from clustertrain.cluster import profile_file
+    from clustertrain.submit.adopt.adoption import adopt as adopt_script
+    from clustertrain.submit.adopt.script_file import read_script
+
+    if force and name is None:
+        raise UsageError("--force: no effect without --write", fix="add --write NAME")
+    profile_name = profile_file.check_name(name if name is not None else _default_name(script))
+    adoption = adopt_script(read_script(Path(script), script), script, profile_name, Path.cwd())
+    path = _store(adoption, force) if name is not None and adoption.profile else None
+    if as_json:
+        print_json(_to_json(adoption, path))
+    else:
+        _print(adoption, path, is_asked=name is not None)
+
+
+def _default_name(script: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem).strip("-._") or "adopted"
+
+
+def _store(adoption: Adoption, force: bool) -> Path:
+    """Write the profile.
+
+    Raises:
+        UsageError: a profile of that name has another content, and ``force`` is not given.
+    """
+    from clustertrain import settings
+    from clustertrain.cluster import profile_file
+    from clustertrain.config import cluster
+    from clustertrain.config.parsing.documents import read_text
+
+    existing = cluster.list_profiles().get(adoption.profile_name)
+    path = existing or settings.profile_folders()[-1] / f"{adoption.profile_name}.toml"
+    if existing is not None and not force and read_text(existing) != adoption.profile_text:
+        raise UsageError(
+            f"cluster profile {adoption.profile_name} exists: {existing}",
+            fix="choose another name, or add --force to replace it",
+        )
+    profile_file.write(path, adoption.profile_text)
+    return path
+
+
+def _to_json(adoption: Adoption, path: Path | None) -> dict[str, Any]:
+    return {
+        "script": adoption.script,
+        "lines": [outcome for outcome in adoption.outcomes if outcome.outcome != "decide"],
+        "decide": [{"line": q.line, "text": q.text, "detail": q.detail} for q in adoption.questions],
+        "name": adoption.profile_name,
+        "profile": adoption.profile,
+        "profile_text": adoption.profile_text,
+        "path": str(path) if path else None,
+        "submit": adoption.submit,
+        "argv": list(adoption.argv),
+    }
+
+
+def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:
+    click.echo(f"{adoption.script}: what becomes of each line\n")
+    for outcome in adoption.outcomes:
+        if outcome.outcome != "decide":
+            text = f"{_HEADINGS[outcome.outcome]}: {outcome.detail}"
+            click.echo(f"{outcome.line or '':>5}  {_cut(outcome.text):<{_TEXT_WIDTH}}  {text}")
+    if adoption.questions:
+        click.echo("\nTo decide:")
+        for question in adoption.questions:
+            click.echo(f"{question.line or '':>5}  {_cut(question.text)}: {question.detail}")
+    if not adoption.profile:
+        click.echo("\nNo cluster profile is needed.")
+    elif path is not None:
+        click.echo(f"\n{path}: written")
+    else:
+        click.echo(f"\nCluster profile; `--write {adoption.profile_name}` stores it:\n")
+        click.echo(adoption.profile_text, nl=False)
+    click.echo(f"\nSubmit:\n\n{adoption.submit}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_WIDTH else f"{text[: _TEXT_WIDTH - 1]}…"

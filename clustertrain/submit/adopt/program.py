@@ -1,0 +1,289 @@
+"""The training command of a batch script without the launchers before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from clustertrain.errors import UsageError
+from clustertrain.submit.adopt.expansion import MARK
+from clustertrain.submit.adopt.slurm_options import SRUN, GivenOption, parse_options
+from clustertrain.submit.command import is_python
+from clustertrain.submit.launchers import parse_torchrun, split_launcher
+
+SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
+MPI = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "orterun"})
+# Programs that run another one, whose command line follows theirs.
+WRAPPERS = frozenset({
+    "apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "ncu", "nsys", "numactl", "pdm", "pixi", "poetry",
+    "rye", "shifter", "singularity", "uv",
+})  # fmt: skip
+_WITHOUT_EFFECT = frozenset({"command", "exec", "nohup", "time"})
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_DEEPSPEED_VALUED = frozenset({
+    "hostfile", "include", "exclude", "num-nodes", "min-elastic-nodes", "max-elastic-nodes", "num-gpus", "master-port",
+    "master-addr", "node-rank", "launcher", "launcher-args", "autotuning", "ssh-port", "enable-each-rank-log",
+    "bind-core-list", "venv-script",
+})  # fmt: skip
+_DEEPSPEED_FLAGS = frozenset({
+    "module", "no-python", "no-local-rank", "no-ssh", "no-ssh-check", "force-multi", "save-pid", "elastic-training",
+    "bind-cores-to-rank",
+})  # fmt: skip
+_ACCELERATE_OWN = frozenset({
+    "main-process-ip", "main-process-port", "machine-rank", "rdzv-backend", "rdzv-conf", "max-restarts",
+    "monitor-interval", "deepspeed-hostfile", "log-dir", "tee", "role",
+})  # fmt: skip
+_ACCELERATE_FLAGS = frozenset({"same-network"})
+_MPI_SIZES = {"npernode": "ranks", "ppn": "ranks", "perhost": "ranks", "N": "ranks", "np": "total", "n": "total"}
+_MPI_VALUES = {
+    "hostfile": 1, "machinefile": 1, "f": 1, "H": 1, "host": 1, "hosts": 1, "bind-to": 1, "map-by": 1, "rank-by": 1,
+    "mca": 2, "genv": 2, "env": 2, "x": 1, "wdir": 1, "wd": 1, "launcher": 1, "bootstrap": 1, "prtemca": 2,
+    "oversubscribe": 0, "allow-run-as-root": 0, "report-bindings": 0, "tag-output": 0, "genvall": 0, "l": 0, "v": 0,
+    "q": 0,
+}  # fmt: skip
+
+
+@dataclass
+class Program:
+    """A command, and what stood before it."""
+
+    words: list[str]
+    launcher: str = ""
+    """The launcher nearest to the program: ``torchrun``, ``accelerate launch``, ``deepspeed``, ``srun``, ``mpirun``;
+    empty: the shell starts it once."""
+    ranks_per_node: int | None = None
+    """What the launcher was given."""
+    nodes: int | None = None
+    total: int | None = None
+    """Ranks on all nodes together."""
+    srun: dict[str, GivenOption] = field(default_factory=dict)
+    env: list[str] = field(default_factory=list)
+    """Assignments ``NAME=VALUE`` before the program."""
+    replaced: list[str] = field(default_factory=list)
+    """What clustertrain does itself, in words."""
+    warnings: list[str] = field(default_factory=list)
+    """What may differ for the program."""
+
+    @property
+    def name(self) -> str:
+        return PurePath(self.words[0]).name if self.words else ""
+
+
+def peel(words: Sequence[str]) -> Program:
+    """Return the command without what starts it once per task: srun, mpirun, env, timeout and the like.
+
+    Raises:
+        UsageError: an option of srun or mpirun cannot be honored.
+    """
+    program = Program(list(words))
+    while program.words:
+        name, rest = program.name, program.words[1:]
+        if name in _WITHOUT_EFFECT and rest and not rest[0].startswith("-"):
+            program.words = rest
+        elif name in ("env", "stdbuf", "nice") and rest:
+            if not _peel_simple(program, rest):
+                break
+        elif name == "timeout" and rest:
+            given = [index for index, word in enumerate(rest) if re.fullmatch(r"[\d.]+[smhd]?", word)]
+            if not given:
+                break
+            program.words = rest[given[0] + 1 :]
+            program.replaced.append("timeout: the run stops at its own time limit")
+        elif name == "srun":
+            _peel_srun(program, rest)
+        elif name in MPI:
+            _peel_mpi(program, rest)
+        else:
+            break
+    return program
+
+
+def _peel_simple(program: Program, rest: list[str]) -> bool:
+    """Remove ``env``, ``stdbuf`` or ``nice`` with its options; return False if it does more and has to stay."""
+    if program.name == "env":
+        count = next((i for i, word in enumerate(rest) if not _ASSIGNMENT.fullmatch(word)), len(rest))
+        if count == len(rest) or rest[count].startswith("-"):
+            return False
+        program.env += rest[:count]
+    else:
+        count = next((i for i, word in enumerate(rest) if not word.startswith("-")), len(rest))
+        if rest[:1] == ["-n"]:
+            count = 2
+    program.words = rest[count:]
+    return True
+
+
+def _peel_srun(program: Program, rest: list[str]) -> None:
+    given, program.words = parse_options(rest, SRUN)
+    for option in given:
+        if option.name.startswith("container"):
+            raise UsageError(
+                f"srun --{option.name}: runs the program in a container, which clustertrain does not start",
+                fix="name a command that starts the container, such as apptainer exec IMAGE python train.py",
+            )
+        if option.name in ("multi-prog", "het-group"):
+            raise UsageError(f"srun --{option.name}: several programs in one job", fix="submit a run for each")
+        if option.name == "export":
+            program.env += [pair for pair in option.value.split(",") if _ASSIGNMENT.fullmatch(pair)]
+    program.srun = {**program.srun, **{option.name: option for option in given}}
+    program.launcher = "srun"
+    dropped = " ".join(option.text for option in given)
+    program.replaced.append("srun" + (f" with {dropped}" if dropped else ""))
+
+
+def _peel_mpi(program: Program, rest: list[str]) -> None:
+    launcher, start = program.name, len(rest)
+    while rest and rest[0].startswith("-") and len(rest[0]) > 1:
+        word = rest.pop(0)
+        name, has_value, value = word.lstrip("-").partition("=")
+        count = 1 if name in _MPI_SIZES else _MPI_VALUES.get(name)
+        if count is None:
+            raise UsageError(
+                f"{launcher} {word}: an option that clustertrain does not know",
+                fix=f"remove it, or name the program without {launcher}",
+            )
+        values = [value] if has_value else [rest.pop(0) for _ in range(min(count, len(rest)))]
+        if name in ("x", "genv", "env") and values:
+            text = values[0] if name == "x" else "=".join(values)
+            program.env += [text] if _ASSIGNMENT.fullmatch(text) else []
+        elif name in _MPI_SIZES and values and values[0].isdecimal():
+            if _MPI_SIZES[name] == "ranks":
+                program.ranks_per_node = int(values[0])
+            else:
+                program.total = int(values[0])
+    program.replaced.append(f"{launcher} with {start - len(rest)} words of options" if start > len(rest) else launcher)
+    program.launcher, program.words = "mpirun", rest
+    program.warnings.append("ranks get RANK, LOCAL_RANK and WORLD_SIZE, and not the variables of MPI")
+
+
+def read_launcher(program: Program) -> None:
+    """Replace torchrun, deepspeed or accelerate launch in ``program`` by what submit takes.
+
+    Raises:
+        UsageError: an option cannot be honored.
+    """
+    if not program.words:
+        return
+    name, arguments = split_launcher(program.words)
+    if name == "accelerate" and arguments[:1] == ["launch"]:
+        name, arguments = "accelerate launch", arguments[1:]
+    if name == "accelerate launch":
+        head = program.words[: len(program.words) - len(arguments)]
+        program.words = [*head, *_read_accelerate(program, arguments)]
+    elif name == "torchrun":
+        program.words = _read_torchrun(program, arguments)
+    elif name == "deepspeed":
+        program.words = _read_deepspeed(program, arguments)
+    elif name in WRAPPERS:
+        _read_wrapped(program)
+
+
+def _beside(program: Program) -> str:
+    """Return the Python of the environment that has the launcher."""
+    path = PurePath(program.words[0])
+    return program.words[0] if is_python(path.name) else str(path.with_name("python"))
+
+
+def _read_torchrun(program: Program, arguments: list[str]) -> list[str]:
+    python = _beside(program)
+    passes_local_rank = "torch.distributed.launch" in program.words and not {"--use_env", "--use-env"} & set(arguments)
+    sizes, kinds, rest = parse_torchrun(arguments)
+    _check_program("torchrun", rest)
+    program.launcher = "torchrun"
+    program.replaced.append("torchrun and its options")
+    program.ranks_per_node = _number(sizes.get("nproc-per-node"))
+    program.nodes = _number(sizes.get("nnodes"))
+    if passes_local_rank:
+        program.warnings.append("torch.distributed.launch passes --local-rank; here LOCAL_RANK is in the environment")
+    return rest if "no-python" in kinds else [python, *(["-m"] if "module" in kinds else []), *rest]
+
+
+def _read_deepspeed(program: Program, arguments: list[str]) -> list[str]:
+    python, rest, flags = _beside(program), list(arguments), set[str]()
+    short = {"H": "hostfile", "i": "include", "e": "exclude"}
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        text, has_value, value = word.lstrip("-").partition("=")
+        name = short.get(text, text.replace("_", "-"))
+        if name in _DEEPSPEED_FLAGS:
+            flags.add(name)
+            continue
+        if name not in _DEEPSPEED_VALUED:
+            raise UsageError(
+                f"deepspeed {word}: an option that clustertrain does not know",
+                fix="remove it, or name the program without deepspeed",
+            )
+        if not has_value:
+            value = rest.pop(0) if rest else ""
+        if name in ("include", "exclude"):
+            program.warnings.append(f"deepspeed --{name} {value}: every GPU of the job gets a rank")
+        elif name == "num-gpus":
+            program.ranks_per_node = _number(value)
+        elif name == "num-nodes":
+            program.nodes = _number(value)
+    _check_program("deepspeed", rest)
+    program.launcher = "deepspeed"
+    program.replaced.append("deepspeed and its options")
+    if "no-local-rank" not in flags:
+        program.warnings.append("deepspeed passes --local_rank to the script; here LOCAL_RANK is in the environment")
+    return rest if "no-python" in flags else [python, *(["-m"] if "module" in flags else []), *rest]
+
+
+def _read_accelerate(program: Program, arguments: list[str]) -> list[str]:
+    """Return the arguments without addresses, which submit sets, and without sizes that only the job knows."""
+    kept, rest, sizes = list[str](), list(arguments), dict[str, str]()
+    while rest and not rest[0].endswith(".py") and rest[0] not in ("-m", "--module"):
+        word = rest.pop(0)
+        text, has_value, value = word.lstrip("-").partition("=")
+        name = text.replace("_", "-") if word.startswith("--") else ""
+        if name in _ACCELERATE_FLAGS:
+            continue
+        if name in _ACCELERATE_OWN or name in ("num-machines", "num-processes"):
+            value = value if has_value else (rest.pop(0) if rest else "")
+            if name in _ACCELERATE_OWN:
+                continue
+            sizes[name] = value
+            if value.isdecimal():
+                kept += [word] if has_value else [word, value]
+            continue
+        kept.append(word)
+    program.launcher = "accelerate launch"
+    program.replaced.append("addresses and ports of accelerate launch")
+    program.nodes = _number(sizes.get("num-machines"))
+    program.total = _number(sizes.get("num-processes"))
+    return [*kept, *rest]
+
+
+def _read_wrapped(program: Program) -> None:
+    """Replace torchrun or deepspeed behind a wrapper such as ``uv run``."""
+    words = program.words
+    is_launcher = [PurePath(word).name in ("torchrun", "deepspeed", "accelerate") or is_python(word) for word in words]
+    index = is_launcher.index(True) if True in is_launcher else len(words)
+    inner = Program(words[index:])
+    read_launcher(inner)
+    if inner.launcher == "accelerate launch":
+        raise UsageError(
+            f"accelerate launch behind {program.name}: its configuration cannot be read from here",
+            fix="activate the environment of accelerate, and start accelerate launch without it",
+        )
+    program.words = [*words[:index], *inner.words]
+    program.launcher = inner.launcher or program.launcher
+    program.nodes, program.ranks_per_node = inner.nodes, inner.ranks_per_node
+    program.replaced += inner.replaced
+    program.warnings += inner.warnings
+
+
+def _check_program(launcher: str, rest: Sequence[str]) -> None:
+    if not rest:
+        raise UsageError(f"{launcher}: no program after its options", fix="name the script after the options")
+    if MARK.fullmatch(rest[0]) and len(rest) > 1:
+        raise UsageError(
+            f"{launcher}: what stands before the program is known only when the script runs",
+            fix="write the options of the launcher, and the program, without variables that the script computes",
+        )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 7 else None
