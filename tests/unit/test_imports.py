@@ -152,7 +152,7 @@ def test_trainer_and_session_import_no_dtensor() -> None:
 
 
 def test_exported_names() -> None:
-    assert sorted(clustertrain.__all__) == ["Clipping", "Session", "__version__", "session"]
+    assert sorted(clustertrain.__all__) == ["Clipping", "Job", "Session", "__version__", "attach", "session"]
     for name in clustertrain.__all__:
         assert getattr(clustertrain, name)
     with pytest.raises(AttributeError, match="sesion"):
@@ -171,7 +171,10 @@ def test_session_keeps_the_names_that_scripts_use() -> None:
 def test_no_circular_imports() -> None:
     """Imports inside functions count. Those under TYPE_CHECKING do not."""
     paths = {_module_name(path): path for path in (ROOT / "clustertrain").rglob("*.py")}
-    graph = {name: _imported_modules(ast.parse(path.read_text()), set(paths)) - {name} for name, path in paths.items()}
+    graph = {
+        name: _imported_modules(ast.parse(path.read_text()), set(paths), package=name.rpartition(".")[0]) - {name}
+        for name, path in paths.items()
+    }
     graph["clustertrain"] = set()  # its __getattr__ imports the public API on first use
     assert graph["clustertrain.submit.prepare"] >= {"clustertrain.submit.checks", "clustertrain.plan.planner"}
     try:
@@ -185,15 +188,19 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported_modules(node: ast.AST, modules: set[str]) -> set[str]:
-    """Return the ``modules`` that the code in ``node`` imports."""
+def _imported_modules(node: ast.AST, modules: set[str], package: str = "") -> set[str]:
+    """Return the ``modules`` that the code in ``node`` imports.
+
+    Only the hooks of ``rank_hooks`` import relatively, within their ``package``: in a rank it has another name.
+    """
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & modules
     if isinstance(node, ast.ImportFrom):
-        assert node.level == 0 and node.module is not None, "relative import"
-        submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+        assert node.level == 0 or (node.level == 1 and "rank_hooks" in package), "relative import"
+        source = ".".join(filter(None, (package if node.level else "", node.module)))
+        submodules = {f"{source}.{alias.name}" for alias in node.names}
         is_module_needed = bool(submodules - modules)
-        return (submodules | ({node.module} if is_module_needed else set())) & modules
+        return (submodules | ({source} if is_module_needed else set())) & modules
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        return set().union(*(_imported_modules(child, modules) for child in node.orelse))
-    return set().union(*(_imported_modules(child, modules) for child in ast.iter_child_nodes(node)))
+        return set().union(*(_imported_modules(child, modules, package) for child in node.orelse))
+    return set().union(*(_imported_modules(child, modules, package) for child in ast.iter_child_nodes(node)))
