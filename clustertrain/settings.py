@@ -32,6 +32,7 @@ RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
 RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # CPUs of each local rank, such as `0,1;2,3`, if ranks are bound to CPUs
+CHECKPOINT = "CLUSTERTRAIN_CHECKPOINT"  # newest whole checkpoint that the hooks of a command have seen
 LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # pid of torchrun, the parent of each rank
 INTERNAL = frozenset(
     {
@@ -45,6 +46,7 @@ INTERNAL = frozenset(
         DEVICE,
         LOCAL_JOB,
         RANK_CPUS,
+        CHECKPOINT,
         LAUNCHER_PID,
         WEBHOOK,
     }

@@ -34,6 +34,8 @@ from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
+from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
+from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
@@ -213,6 +215,8 @@ class NodeAgent:
         env = self._build_environment(rdzv)
         if load_spec(context.run).job.hooks:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
+        if checkpoint := self._find_checkpoint():
+            env[settings.CHECKPOINT] = checkpoint
         if script.is_package:
             env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
         sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
@@ -228,6 +232,12 @@ class NodeAgent:
             stop_requested=self._should_hurry,
         )
         return self.command_ranks
+
+    def _find_checkpoint(self) -> str:
+        """Return the newest whole checkpoint that hooks have reported in an earlier attempt; empty without one."""
+        run, attempt = self.context.run.path, self.context.attempt.n
+        rank = Rank(rank=0, world_size=1, attempt=attempt, run_dir=str(run), rank_dir=str(self.rank_dir))
+        return next((path for path in checkpoints.list_saved(rank) if not checkpoints.find_problem(path)), "")
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
         context = self.context

@@ -98,6 +98,17 @@ def test_lightning_stops_saves_and_resumes(submit: Submit) -> None:
     assert_stopped_together(run)
 
 
+def test_accelerate_resumes_from_the_checkpoint_in_its_environment(submit: Submit) -> None:
+    run = submit("accelerate_loop.py", *PREEMPT)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    first, second = attempts.load_attempts(RunDir(run.path))
+    resumed = min(list_steps(run, 2, 0)) - 1
+    assert first.committed_step == second.restored_step == resumed
+    assert resumed % 10 == 0 < resumed <= max(list_steps(run, 1, 0)) < STEPS
+    assert max(list_steps(run, 2, 0)) == STEPS
+
+
 def test_resume_flag_of_first_attempt_is_not_an_error(submit: Submit) -> None:
     """With ``resume_from_checkpoint=True`` the Trainer itself refuses a folder without a checkpoint."""
     run = submit("transformers_trainer.py", arguments=("--resume",))

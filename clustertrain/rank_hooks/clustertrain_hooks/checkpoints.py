@@ -77,14 +77,15 @@ def _is_whole(path: str, check: Callable[[str], str]) -> bool:
     return not problem
 
 
-def list_saved(rank: Rank, training: str) -> list[str]:
-    """Return the checkpoints that this training has saved in earlier attempts, newest first."""
+def list_saved(rank: Rank, training: str | None = None) -> list[str]:
+    """Return the checkpoints that a training, or any of the run, has saved in earlier attempts, newest first."""
     paths = []
     for attempt in range(1, rank.attempt):
         events = os.path.join(rank.run_dir, "attempts", str(attempt), "events", "hooks-rank-0.jsonl")
         for event in _read_lines(events):
-            if event.get("event") == "checkpoint" and event.get("source") == training:
-                paths.append(str(event.get("path")))
+            is_listed = training is None or event.get("source") == training
+            if event.get("event") == "checkpoint" and is_listed and event.get("path"):
+                paths.append(str(event["path"]))
     return list(dict.fromkeys(reversed(paths)))
 
 
