@@ -121,7 +121,8 @@ with ct.session() as session:
     model = session.parallelize(torch.nn.Linear(2, 1))
     optimizer = session.optimizer(torch.optim.AdamW)
     for step in session.steps(total=7):
-        session.train_step((torch.ones(2, 2), torch.ones(2, 1)), torch.nn.functional.mse_loss)
+        batch = torch.ones(2, 2, device=session.device), torch.ones(2, 1, device=session.device)
+        session.train_step(batch, torch.nn.functional.mse_loss)
 """
 
 
