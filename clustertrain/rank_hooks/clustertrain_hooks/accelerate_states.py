@@ -33,7 +33,7 @@ def _hook(accelerator_class: Any, name: str, report: Any) -> None:
 
 def _report_save(path: str, seconds: float) -> None:
     progress = get_progress()
-    if progress is not None and not progress.framework and progress.step:
+    if progress is not None and not progress.framework and progress.step and path:
         progress.record_checkpoint(path, seconds)
 
 

@@ -150,7 +150,7 @@ class Progress:
         self._committed_step = self.step
         self._write_event(
             "checkpoint", t_begin=time.time() - stall_s, step=self.step, stall_s=stall_s, save_s=stall_s,
-            reason=reason, path=path, source=source,
+            reason=reason, path=os.path.abspath(path), source=source,
         )  # fmt: skip
         self._write_state()
         self.enter(heartbeat.TRAIN)

@@ -49,13 +49,19 @@ class Records:
             self._rows.append(row)
 
     def write_event(self, event: str, **fields: Any) -> None:
-        """Append an event durably, after the rows before it."""
-        self.flush()
+        """Append an event durably, after the rows before it.
+
+        A full disk does not raise: on this rank alone it would end a hook that the other ranks wait for.
+        """
         record = {
             "t": time.time(), "monotonic_s": time.monotonic(), "host": socket.gethostname(), "pid": os.getpid(),
             "event": event, **fields,
         }  # fmt: skip
-        _append(self._events_path, [record], sync=True)
+        try:
+            self.flush()
+            _append(self._events_path, [record], sync=True)
+        except OSError as e:
+            print(f"clustertrain: event not recorded ({e}): {record}", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         if os.getpid() != self._pid:  # the exit of a forked child

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clustertrain.rank_hooks.clustertrain_hooks import records
+from clustertrain.rank_hooks.clustertrain_hooks.checkpoints import list_saved
 from clustertrain.rank_hooks.clustertrain_hooks.progress import Progress
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 
@@ -71,3 +72,30 @@ def test_phase_stays_idle_after_the_training(tmp_path: Path) -> None:
     progress.close()
     progress.record_evaluation(1.0)
     assert progress._heartbeat.phase == 0
+
+
+def test_event_that_cannot_be_written_does_not_end_a_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = build_progress(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_append", fail)
+        progress.end_step(1)
+    assert progress.step == 1
+    assert "event not recorded" in capsys.readouterr().err
+    progress.close()
+
+
+def test_relative_checkpoint_is_recorded_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent, which looks for it, runs in another folder."""
+    monkeypatch.chdir(tmp_path)
+    progress = build_progress(tmp_path)
+    progress.end_step(10)
+    progress.record_checkpoint("out/checkpoint-10", 0.0, source="training")
+    later = Rank(rank=0, world_size=1, attempt=2, run_dir=str(tmp_path), rank_dir=str(tmp_path))
+    assert list_saved(later, "training") == [str(tmp_path / "out" / "checkpoint-10")]
+    progress.close()
