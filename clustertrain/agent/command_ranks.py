@@ -149,7 +149,7 @@ def _starts_shell(program: str) -> bool:
 
 
 def _list_programs(pid: int) -> list[psutil.Process]:
-    """Return the children of a shell, and those of the shells among them."""
+    """Return the children of a shell and, for each child that is a shell, its children too."""
     import psutil
 
     programs = []

@@ -75,7 +75,7 @@ class StopStepAgreement:
         self._state: AgreementState = "pending"
 
     def poll(self) -> AgreementState:
-        """Carry the agreement on; called several times per second."""
+        """Advance the agreement; called several times per second."""
         if self._state == "pending" and clock.monotonic() >= self._began + MEASURE_S:
             try:
                 self._exchange()
