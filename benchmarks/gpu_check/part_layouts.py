@@ -1,7 +1,8 @@
 """Training of each layout of ``tests/cuda_emulation/layouts.py`` over NCCL, one rank per GPU, if there are two GPUs.
 
-A layout passes if its ranks end without an error and its first loss equals that of one rank with the same model: initial
-weights do not depend on the layout. Each lane of four GPUs trains one layout at a time. The rehearsal trains two over gloo.
+A layout passes if its ranks end without an error and its first loss equals that of one rank with the same model:
+initial weights do not depend on the layout. Each lane of four GPUs trains one layout at a time. The rehearsal trains
+two over gloo.
 """
 
 from __future__ import annotations
