@@ -161,13 +161,10 @@ def _locate(python: str, request: SubmitRequest) -> str:
     """Return the absolute path of the interpreter that the user has named.
 
     Raises:
-        UsageError: it is the name of a command that does not exist, or a file that cannot be executed.
+        UsageError: it is the name of a command that does not exist.
     """
     if os.sep in python:
-        path = os.path.normpath(request.cwd / settings.expand_user_path(python, "--python"))
-        if Path(path).is_dir() or (Path(path).exists() and not os.access(path, os.X_OK)):
-            raise UsageError(f"--python {python}: it cannot be executed", fix="name the interpreter in its bin folder")
-        return path  # one that does not exist here may exist on the nodes
+        return os.path.normpath(request.cwd / settings.expand_user_path(python, "--python"))
     found = _find_command(python, request)
     if not found:
         raise UsageError(f"--python {python}: command not found", fix="name the interpreter by its path")

@@ -157,11 +157,3 @@ def test_inspection_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     python = job_python._run_inspection(sys.executable, tuple(environ.items()))
     assert python.packages is not None and python.packages["torch"] == "2.3.1+cu118"
     assert python.version == sys.version_info[:2]
-
-
-@pytest.mark.parametrize("name", ["env", "env/notes.txt"])
-def test_folder_or_plain_file_is_no_python(tmp_path: Path, name: str) -> None:
-    (tmp_path / "env").mkdir()
-    (tmp_path / "env" / "notes.txt").touch()
-    with pytest.raises(UsageError, match="it cannot be executed"):
-        choose(tmp_path, f"./{name}")
