@@ -32,7 +32,9 @@ RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
 RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # CPUs of each local rank, such as `0,1;2,3`, if ranks are bound to CPUs
-CHECKPOINT = "CLUSTERTRAIN_CHECKPOINT"  # newest whole checkpoint that the hooks of a command have seen
+CHECKPOINT = "CLUSTERTRAIN_CHECKPOINT"  # newest whole checkpoint of a command
+STOP_SIGNAL = "CLUSTERTRAIN_STOP_SIGNAL"  # that asks a command to stop: TERM, USR1, …, none
+GRACE = "CLUSTERTRAIN_GRACE_S"  # from the warning of a preemption to the kill, for a command
 LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # pid of torchrun, the parent of each rank
 INTERNAL = frozenset(
     {
@@ -47,6 +49,8 @@ INTERNAL = frozenset(
         LOCAL_JOB,
         RANK_CPUS,
         CHECKPOINT,
+        STOP_SIGNAL,
+        GRACE,
         LAUNCHER_PID,
         WEBHOOK,
     }

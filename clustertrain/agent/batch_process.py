@@ -18,6 +18,7 @@ from typing import Any
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.claim import Claim
 from clustertrain.agent.deadline import write_deadline
+from clustertrain.agent.program_checkpoints import ProgramCheckpoints
 from clustertrain.agent.requeue import SCHEDULER_TIMEOUT_S, RequeueAction
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.startup import claim_run, requeue_or_fail
@@ -98,10 +99,12 @@ class BatchProcess:
             nodes=list(self.nodes),
             end_time=self.deadline.end_time,
         )
-        job_step = JobStep(self._start_step(step_argv))
+        program_checkpoints = ProgramCheckpoints(self.run, self.attempt, self.spec)
+        job_step = JobStep(self._start_step(step_argv, program_checkpoints.begin()))
         while job_step.child.poll() is None:
             self._poll_step(job_step)
             clock.wait_until(lambda: job_step.child.poll() is not None, POLL_S, POLL_S)
+        program_checkpoints.end()
         if job_step.orphaned:
             return EXIT_FAILED  # the next attempt closes this one
         self._close_requests(job_step)
@@ -166,9 +169,10 @@ class BatchProcess:
         record = fsio.read_json(self.attempt.record) or {}
         return int(record.get("restart", 0))
 
-    def _start_step(self, step_argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start_step(self, step_argv: Sequence[str], checkpoint: str) -> subprocess.Popen[bytes]:
         env = {
             **os.environ,
+            **({settings.CHECKPOINT: checkpoint} if checkpoint else {}),
             settings.ATTEMPT: str(self.attempt.n),
             settings.NONCE: self.attempt.nonce.read_text(),
             settings.NODE_LIST: ",".join(self.nodes),
@@ -419,6 +423,7 @@ class BatchProcess:
             job_id=self.job_id,
             step_exit_code=evidence.step_exit_code,
             ended_by_script=any(rank.ended_by_script for result in results for rank in result.ranks),
+            ended_by_signal=any(rank.ended_by_signal for result in results for rank in result.ranks),
         )
 
 

@@ -21,6 +21,7 @@ import msgspec
 from clustertrain import fsio, proc, settings
 from clustertrain.agent import rank_exec
 from clustertrain.agent.node_result import CRASH_SIGNALS
+from clustertrain.config.command_options import StopSignal
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run.results import ErrorInfo, FailureKind, RankResult, parse_rank_result
 from clustertrain.scheduler.rendezvous import Rendezvous
@@ -28,6 +29,7 @@ from clustertrain.scheduler.rendezvous import Rendezvous
 if TYPE_CHECKING:
     import psutil
 
+DEFAULT_STOP_SIGNAL = StopSignal(signal.SIGTERM)
 _TAIL_BYTES = 16_384
 # The last line of a Python traceback.
 _EXCEPTION = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Timeout|Exit)\w*)(?:: (.*))?$", re.MULTILINE)
@@ -45,6 +47,7 @@ class CommandRanks:
     Args of the constructor:
         logs: log file by rank.
         stop_requested: whether the ranks have been asked to stop.
+        stop_signal: the signal that asks them.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class CommandRanks:
         rank_dir: Path,
         logs: Mapping[int, Path],
         stop_requested: Callable[[], bool],
+        stop_signal: StopSignal = DEFAULT_STOP_SIGNAL,
     ) -> None:
         self.pid = os.getpid()
+        self._stop_signal = stop_signal
         self._command = tuple(command)
         self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
@@ -89,11 +94,14 @@ class CommandRanks:
 
         Slurm sends SIGTERM to all processes, and it ends a shell at once. The program saves until the deadline.
         """
-        if code != -signal.SIGTERM or not self._is_shell or not self._stop_requested():
+        if -code not in self._ending_signals or not self._is_shell or not self._stop_requested():
             return False
-        import psutil
+        return any(_is_alive(other) for other in _list_session(pid))
 
-        return any(_get_session(other) == pid and _is_alive(other) for other in psutil.pids())
+    @property
+    def _ending_signals(self) -> tuple[int, ...]:
+        """The signals that may end a process at a stop: Slurm's, and the stop signal."""
+        return signal.SIGTERM, self._stop_signal.number or signal.SIGTERM
 
     def wait(self) -> None:
         for process in self._processes.values():
@@ -110,22 +118,31 @@ class CommandRanks:
                 self._codes[rank] = process.returncode
                 self._write_record(rank, process.returncode)
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the program of each rank, and not to the processes that it started.
+    def send_stop_signal(self) -> None:
+        """Send the stop signal to the program of each rank, and not to the processes that it started.
 
         A shell is not the program: it gets the signal, and so do its children.
         """
+        number = self._stop_signal.number
+        if number is None:
+            return
         for process in self._processes.values():
             if process.poll() is None:
-                for target in _list_programs(process.pid) if self._is_shell else ():
+                for target in self._list_other_targets(process.pid):
                     proc.send_signal(target, number)
                 process.send_signal(number)
+
+    def _list_other_targets(self, pid: int) -> list[psutil.Process]:
+        """Return the processes that get the stop signal beside the rank's own process ``pid``."""
+        if self._stop_signal.to_all:
+            return _list_all(pid)
+        return _list_programs(pid) if self._is_shell else []
 
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
         if path.exists():  # the program has opened a session of clustertrain
             return
-        record = build_record(rank, code, self._stop_requested(), self._logs[rank])
+        record = build_record(rank, code, self._stop_requested(), self._logs[rank], ended_by=self._name_end(code))
         progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")
         if isinstance(progress, dict):  # of the hooks
             steps = {name: progress.get(name) for name in ("step", "committed_step")}
@@ -134,6 +151,10 @@ class CommandRanks:
             fsio.write_json(path, msgspec.to_builtins(record))
         except OSError as e:  # a full /tmp: the rank counts as killed, and the other ranks are still watched
             print(f"clustertrain agent: {path}: {e}", file=sys.stderr, flush=True)
+
+    def _name_end(self, code: int) -> str:
+        """Return the stop signal that ended a program without a handler; empty for another end, or of a shell's."""
+        return _signal_name(-code) if -code in self._ending_signals and not self._is_shell else ""
 
 
 def _starts_shell(program: str) -> bool:
@@ -161,6 +182,26 @@ def _list_programs(pid: int) -> list[psutil.Process]:
     return programs
 
 
+def _list_all(pid: int) -> list[psutil.Process]:
+    """Return all other processes of the rank ``pid``: its descendants, and those of its session whose parent is gone."""
+    import psutil
+
+    processes: dict[int, psutil.Process] = {}
+    with contextlib.suppress(psutil.Error):
+        processes.update((child.pid, child) for child in psutil.Process(pid).children(recursive=True))
+    for other in _list_session(pid):
+        with contextlib.suppress(psutil.Error):
+            processes.setdefault(other, psutil.Process(other))
+    return list(processes.values())
+
+
+def _list_session(pid: int) -> list[int]:
+    """Return the other processes of the session of the rank ``pid``."""
+    import psutil
+
+    return [other for other in psutil.pids() if other != pid and _get_session(other) == pid]
+
+
 def _get_session(pid: int) -> int:
     """Return the session of a process, whose id is the PID of a rank; 0 if the process is gone."""
     try:
@@ -178,14 +219,24 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankResult:
-    """Return how a command ended: ``code`` is its exit code, negative for a signal."""
+def build_record(rank: int, code: int, stop_requested: bool, log: Path, ended_by: str = "") -> RankResult:
+    """Return how a command ended.
+
+    Args:
+        code: its exit code, negative for a signal.
+        ended_by: the signal of a stop that has ended it; empty for another end.
+    """
     how = f"exit code {code}" if code >= 0 else _signal_name(-code)
     if code == EXIT_SUCCESS or (stop_requested and code != -signal.SIGKILL):
         # Not finished: the program does not say whether it was done. After a stop request, whatever the exit code, the
         # run continues, and a program that was done ends at once in the next attempt.
         reason = f"the command ended with {how} after the stop request" if stop_requested else None
-        return RankResult(rank=rank, ending="completed", finished=False, exit_code=code, reason=reason)
+        if stop_requested and ended_by:
+            reason = f"{reason}, which it does not handle, so it saved nothing then"
+        return RankResult(
+            rank=rank, ending="completed", finished=False, exit_code=code, reason=reason,
+            ended_by_signal=stop_requested and bool(ended_by),
+        )  # fmt: skip
     if code == EXIT_STOPPED or stop_requested:
         when = "after the stop request" if stop_requested else "which requests another attempt"
         return RankResult(

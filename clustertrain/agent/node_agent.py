@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-import clustertrain
 from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent import command_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
-from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
+from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks, build_rank_environment
 from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
@@ -32,10 +32,9 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
+from clustertrain.config.command_options import parse_stop_signal
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
-from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
-from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
@@ -45,7 +44,6 @@ from clustertrain.scheduler.sockets import find_interface_to
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in the batch process
-RANK_HOOKS = Path(clustertrain.__file__).with_name("rank_hooks")
 REQUEUE_GRACE_S = 300.0  # for a command to end after a requeue by hand, if the grace time is unknown
 
 
@@ -67,6 +65,7 @@ class NodeAgent:
         self.deadline = load_deadline(context.attempt.deadline)
         self.stop_deadline: float | None = None
         self.command_ranks: CommandRanks | None = None
+        self.stop_signal = DEFAULT_STOP_SIGNAL  # of a command
         self.stop_step: StopStepAgreement | None = None
         self.aborted = False
         self.taken_over_by: int | None = None  # number of the newer attempt
@@ -209,19 +208,15 @@ class NodeAgent:
 
     def _start_command(self, rdzv: rendezvous.Rendezvous, script: ScriptSpec) -> CommandRanks:
         context = self.context
-        command = list(script.command)
-        if script.path_index is not None:
-            command[script.path_index] = str(context.run.code / script.path)
-        env = self._build_environment(rdzv)
-        if load_spec(context.run).job.hooks:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
-        if checkpoint := self._find_checkpoint():
-            env[settings.CHECKPOINT] = checkpoint
-        if script.is_package:
-            env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
+        job = load_spec(context.run).job
+        checkpoint = context.environ.get(settings.CHECKPOINT, "")
+        env = command_start.build_environment(
+            self._build_environment(rdzv), script, job, checkpoint=checkpoint, grace_s=context.grace_s
+        )
+        self.stop_signal = parse_stop_signal(job.stop_signal)
         sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
         self.command_ranks = CommandRanks(
-            command,
+            command_start.build_command(script, job, context.run, context.attempt, checkpoint),
             {
                 rank: build_rank_environment(env, rdzv, local_rank=local_rank, **sizes)
                 for local_rank, rank in enumerate(context.ranks)
@@ -230,14 +225,9 @@ class NodeAgent:
             rank_dir=self.rank_dir,
             logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
             stop_requested=self._should_hurry,
+            stop_signal=self.stop_signal,
         )
         return self.command_ranks
-
-    def _find_checkpoint(self) -> str:
-        """Return the newest whole checkpoint that hooks have reported in an earlier attempt; empty without one."""
-        run, attempt = self.context.run.path, self.context.attempt.n
-        rank = Rank(rank=0, world_size=1, attempt=attempt, run_dir=str(run), rank_dir=str(self.rank_dir))
-        return next((path for path in checkpoints.list_saved(rank) if not checkpoints.find_problem(path)), "")
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
         context = self.context
@@ -380,9 +370,9 @@ class NodeAgent:
         try:
             fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now(), "deadline": deadline})
         except OSError as e:
-            # A full /tmp must not cost the state: SIGTERM requests the same stop.
+            # A full /tmp must not cost the state: SIGTERM requests the same stop. A command gets its own signal.
             print(f"clustertrain agent: {e}; warning the ranks by signal", file=sys.stderr, flush=True)
-            for process in proc.list_descendants():
+            for process in proc.list_descendants() if self.command_ranks is None else ():
                 proc.send_signal(process, signal.SIGTERM)
         if self.command_ranks is not None:
             context = self.context
@@ -394,13 +384,20 @@ class NodeAgent:
             self.telemetry.suspend()
 
     def _poll_stop_step(self) -> None:
-        """Let the ranks agree on a step to stop at; if they cannot, send them SIGTERM, as for a program of its own."""
+        """Let the ranks agree on a step to stop at; if they cannot, send them the stop signal."""
         if self.stop_step is None or self.command_ranks is None or self.stop_step.poll() == "pending":
             return
-        # With its own signals, Slurm reaches every process of the step.
-        if self.stop_step.poll() == "impossible" and self.stop_source != f"signal:{signal.SIGTERM.name}":
-            self.command_ranks.send_signal(signal.SIGTERM)
+        if self.stop_step.poll() == "impossible" and not self._has_sent_stop_signal():
+            self.command_ranks.send_stop_signal()
         self.stop_step = None
+
+    def _has_sent_stop_signal(self) -> bool:
+        """Return whether the scheduler has sent the stop signal, which it sends to every process of the step."""
+        number = self.stop_signal.number
+        if number is None or number.name not in self.signals.received:
+            return False
+        # The local backend sends only SIGTERM to all processes.
+        return number == signal.SIGTERM or settings.LOCAL_JOB not in self.context.environ
 
     def _is_overdue(self) -> bool:
         """Return whether a command has not ended by its deadline."""

@@ -1,7 +1,8 @@
 """Become the program of a rank: ``python rank_exec.py PARENT LOG CPUS COMMAND…``.
 
 It appends output to LOG, dies with its parent and runs on the cores CPUS (``0,1``; empty: all). SIGUSR1 and SIGUSR2 are
-ignored until the program handles them: the scheduler sends its early warning to all processes of a step.
+ignored until the program handles them: the scheduler sends its early warning to all processes of a step. SIGUSR1 is not
+if it is the stop signal: a shell cannot trap a signal that it was started to ignore.
 Only the standard library: it starts in a few milliseconds.
 """
 
@@ -31,8 +32,9 @@ def main() -> int:
             os.sched_setaffinity(0, [int(n) for n in cpus.split(",")])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    is_stop_signal = os.environ.get("CLUSTERTRAIN_STOP_SIGNAL") == "USR1"
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL if is_stop_signal else signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         os.execvp(command[0], command)

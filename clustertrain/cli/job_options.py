@@ -142,6 +142,28 @@ _JOB_OPTIONS = (
         default=None,
         help="Run a command without the hooks that see its steps and resume it.",
     ),
+    _option(
+        "Run",
+        "--stop-signal",
+        metavar="NAME[:all]",
+        help="Signal that asks a command to stop: TERM (default), USR1, USR2, INT, HUP or none; with :all to all "
+        "processes of a rank.",
+    ),
+    _option(
+        "Run",
+        "--resume-args",
+        multiple=True,
+        metavar="ARGS",
+        help="Further arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
+        "replaced.",
+    ),
+    _option(
+        "Run",
+        "--checkpoints",
+        metavar="PATTERN",
+        help="Checkpoints that a command saves, such as 'out/*.pt': the newest whole one resumes it and counts as "
+        "progress.",
+    ),
     _option("Run", "--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700)."),
 )
 _OTHER_OPTIONS = (
@@ -218,6 +240,7 @@ def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequ
     other_options = {
         key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
     }
+    options["resume_args"] = " ".join(options["resume_args"]) or None
     job = {key: value for key, value in options.items() if value is not None}
     return SubmitRequest(
         target=target or "",

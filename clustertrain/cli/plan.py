@@ -68,15 +68,17 @@ def plan(
     if as_json:
         print_json(prepared.plan)
         return 0
-    _show(prepared.plan)
+    script = prepared.spec.script
+    _show(prepared.plan, script.name if script is not None and script.command else "")
     return 0
 
 
-def _show(chosen: Plan) -> None:
+def _show(chosen: Plan, command: str = "") -> None:
+    """Print the plan. ``command``: name of the program whose layout is not known; empty for other runs."""
     from clustertrain.report.terminal import emit, make_console
 
     console = make_console()
-    parts: list[RenderableType] = [_format_rows(_summary(chosen), console.width)]
+    parts: list[RenderableType] = [_format_rows(_summary(chosen, command), console.width)]
     for title, rows in (
         ("What would fit", [("", chosen.suggested_changes)] if chosen.suggested_changes else []),
         ("Warnings", [("", warning) for warning in chosen.warnings]),
@@ -126,11 +128,13 @@ def _layout_details(chosen: Plan) -> str:
     return ", ".join(text for text, applies in details.items() if applies)
 
 
-def _summary(chosen: Plan) -> list[tuple[str, str]]:
+def _summary(chosen: Plan, command: str = "") -> list[tuple[str, str]]:
     from clustertrain.plan.layout import format_gib, format_number, pluralize
 
     layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
     ranks = f"{pluralize(chosen.world_size, 'rank')} = {pluralize(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
+    if command:
+        return [("command", f"{command} on {ranks}, device {chosen.device}")]
     rows = [("layout", f"{layout.describe()} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
     if details := _layout_details(chosen):
         rows.append(("with", details))

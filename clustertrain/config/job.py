@@ -8,6 +8,12 @@ from typing import Literal
 import msgspec
 
 from clustertrain.config.checks.ranges import check_positive
+from clustertrain.config.command_options import (
+    GLOB_PLACEHOLDERS,
+    check_placeholders,
+    parse_stop_signal,
+    split_arguments,
+)
 from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
@@ -82,6 +88,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     hooks: bool = True
     """Hook the frameworks that a command imports, to see its steps and to stop and resume it with its own
     checkpoints."""
+    stop_signal: str = "TERM"
+    """Signal that asks a command to stop: ``TERM``, ``USR1``, ``USR2``, ``INT`` or ``HUP``, with ``:all`` after it for
+    all processes of a rank instead of its program alone. ``"none"``: the command reads the stop file."""
+    resume_args: str = ""
+    """Arguments that a command gets in addition from the second attempt on, split as in a shell. ``{checkpoint}``,
+    ``{run_dir}`` and ``{attempt}`` are replaced. Left out while there is no checkpoint, if ``checkpoints`` names them
+    or ``{checkpoint}`` is used."""
+    checkpoints: str = ""
+    """Pattern of the files or folders that a command saves as checkpoints, such as ``out/ckpt-*.pt``, from the folder of
+    ``submit``. The newest whole one is ``CLUSTERTRAIN_CHECKPOINT``, and a newer one counts as progress. ``{run_dir}`` is
+    replaced. Empty: those of the frameworks with hooks."""
     share: bool = False
     """Let the group read the run folder (mode 0750 instead of 0700)."""
 
@@ -102,6 +119,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
         if self.cpus_per_gpu < 0:
             raise ValueError(f"cpus_per_gpu = {self.cpus_per_gpu}: must be 0 (the cluster's default) or more")
+        parse_stop_signal(self.stop_signal)
+        split_arguments(self.resume_args)
+        check_placeholders("checkpoints", self.checkpoints, GLOB_PLACEHOLDERS)
 
 
 class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

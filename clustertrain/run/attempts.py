@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -40,13 +41,26 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Number of returns to an earlier checkpoint because training went wrong."""
     ended_by_script: bool = False
     """The script itself exited with 0 before its session finished, so only the script knows what it saved."""
+    ended_by_signal: bool = False
+    """The stop signal ended a command that does not handle it."""
     rolled_back_to: int | None = None
     """The oldest step that the attempt rolled back to, or restored because newer checkpoints were damaged."""
+    checkpoint_times: tuple[float, float] | None = None
+    """Of a command whose checkpoints ``job.checkpoints`` names: when the newest one was saved, at the first and at the
+    last look (UTC epoch s). None: not named."""
+    saved_checkpoint: bool = False
+    """The attempt saved such a checkpoint."""
+    earlier_step: int = 0
+    """The newest step that earlier attempts committed."""
 
     @property
     def made_progress(self) -> bool:
-        """Whether the attempt committed a newer step than it started from."""
-        return self.committed_step is not None and self.committed_step > (self.restored_step or 0)
+        """Whether the attempt saved something newer than it started from.
+
+        A program that restored nothing has begun again: its steps count if no earlier attempt has committed them.
+        """
+        start = self.earlier_step if self.restored_step is None else self.restored_step
+        return self.saved_checkpoint or (self.committed_step is not None and self.committed_step > start)
 
 
 _RECORD_TYPES = {"job_id": str, "restart": float, "nodes": list, "host": str, "t": float}
@@ -67,6 +81,7 @@ def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
     requeued = events.select_last(log, event_types.Requeued)
     stopped = events.select_last(log, event_types.Stopped)
     checkpoints = _list_committed_steps(log)
+    looks = [look.modified or 0.0 for look in events.select(log, event_types.ProgramCheckpoint)]
     newest_row = metrics.find_newest_row(run, attempt.n)
     last_step = ended.last_step if ended else None
     if first is None and restored is None:
@@ -93,7 +108,10 @@ def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
         record_error=record_error,
         roll_backs=len(list(events.filter_by_name(log, "rolled_back"))),
         ended_by_script=ended is not None and ended.ended_by_script is True,
+        ended_by_signal=ended is not None and ended.ended_by_signal is True,
         rolled_back_to=_oldest_rolled_back_step(log),
+        checkpoint_times=(looks[0], max(looks)) if looks else None,
+        saved_checkpoint=len(looks) > 1,
     )
 
 
@@ -126,7 +144,8 @@ def _list_committed_steps(log: Sequence[events.Event]) -> list[int]:
 
 def load_attempts(run: RunDir) -> list[Attempt]:
     """Load all attempts, oldest first."""
-    return _add_unreported_commits([load_attempt(run, a) for a in run.attempts()], _find_newest_committed(run))
+    history = _add_unreported_commits([load_attempt(run, a) for a in run.attempts()], _find_newest_committed(run))
+    return _add_earlier_steps(_add_late_checkpoints(history))
 
 
 def _find_newest_committed(run: RunDir) -> int | None:
@@ -158,6 +177,25 @@ def _add_unreported_commits(history: list[Attempt], newest: int | None) -> list[
                 last_step=max(newest, attempt.last_step or 0),
             )
         newest = attempt.restored_step
+    return history
+
+
+def _add_late_checkpoints(history: list[Attempt]) -> list[Attempt]:
+    """Add checkpoints of commands that only the next attempt has found, because the batch process was killed."""
+    for i, (attempt, following) in enumerate(pairwise(history)):
+        if attempt.checkpoint_times and following.checkpoint_times:
+            is_late = following.checkpoint_times[0] > attempt.checkpoint_times[1]
+            history[i] = msgspec.structs.replace(attempt, saved_checkpoint=attempt.saved_checkpoint or is_late)
+    return history
+
+
+def _add_earlier_steps(history: list[Attempt]) -> list[Attempt]:
+    newest = 0
+    for i, attempt in enumerate(history):
+        if attempt.rolled_back_to is not None:
+            newest = min(newest, attempt.rolled_back_to)
+        history[i] = msgspec.structs.replace(attempt, earlier_step=newest)
+        newest = max(newest, attempt.committed_step or 0)
     return history
 
 

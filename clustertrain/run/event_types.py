@@ -249,6 +249,20 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     """Which training of a command wrote it."""
 
 
+class ProgramCheckpoint(Event, frozen=True, kw_only=True):
+    """The files that match `job.checkpoints` were looked through: at the start of the attempt, and when a newer whole
+    checkpoint was there."""
+
+    writer = "batch process (`checkpoints.jsonl`)"
+
+    path: str | None = None
+    """The newest whole checkpoint of this run; None if there is none yet."""
+    modified: float | None = None
+    """When it was changed last; in the first attempt, the newest change of what matched before (UTC epoch s)."""
+    is_new: bool | None = None
+    """The attempt has saved it, so it has made progress."""
+
+
 class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_interval"):
     """The interval of `every = "10min"` or `"auto"` was chosen or changed."""
 
@@ -539,6 +553,8 @@ class Ended(Event, frozen=True, kw_only=True):
     """Exit code of the step launcher."""
     ended_by_script: bool | None = None
     """The attempt stopped because its script itself exited with 0."""
+    ended_by_signal: bool | None = None
+    """The stop signal ended a command that does not handle it."""
     lost_nodes: list[str] | None = None
 
 

@@ -72,6 +72,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     budget_spent: bool = False
     """The budget of the run's contract is spent, so a requeue would be useless."""
     error: ErrorInfo | None = None
+    ended_by_signal: bool = False
+    """The stop signal ended the program, which does not handle it and so saved nothing at the stop."""
     peak_allocated_gib: float | None = None
     """Peak memory of torch's CUDA allocator, in GiB; None on CPU."""
 

@@ -257,11 +257,24 @@ def decide(outcome: AttemptOutcome, history: Sequence[Attempt], max_requeues: in
 
 
 def _is_script_stop(attempt: Attempt) -> bool:
-    return attempt.ended_by_script and attempt.ending in (endings.PREEMPTED, endings.TIME_LIMIT)
+    """Return whether only the program knows what it saved at the stop: its checkpoints are not named."""
+    is_stop = attempt.ending in (endings.PREEMPTED, endings.TIME_LIMIT)
+    return attempt.ended_by_script and is_stop and attempt.checkpoint_times is None
+
+
+def _is_unstarted(attempt: Attempt) -> bool:
+    return attempt.ending == endings.PREEMPTED and attempt.first_step is None
+
+
+def _is_unsaved_stop(attempt: Attempt) -> bool:
+    """Return whether a command has probably saved nothing, although no other budget is charged for it."""
+    if _is_script_stop(attempt):
+        return attempt.ended_by_signal
+    return _is_unstarted(attempt) and attempt.checkpoint_times is not None
 
 
 def find_exhausted_budget(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
-    """Return why the run must stop, or None. Only a newer committed step refills a budget."""
+    """Return why the run must stop, or None. Only newer saved state refills a budget."""
     if len(history) > max_requeues:
         return f"--max-requeues {max_requeues} is used up after {len(history)} attempts"
     without_progress: list[Attempt] = []
@@ -269,16 +282,17 @@ def find_exhausted_budget(ending: str, history: Sequence[Attempt], max_requeues:
         if attempt.made_progress:
             break
         without_progress.append(attempt)
+    saved = "saved no newer checkpoint" if history[-1].checkpoint_times else "committed no newer step"
     # Not charged: preemptions before the first step, and stops of scripts that save their own checkpoints.
-    charged = [
-        a
-        for a in without_progress
-        if not (a.ending == endings.PREEMPTED and a.first_step is None) and not _is_script_stop(a)
-    ]
+    charged = [a for a in without_progress if not _is_unstarted(a) and not _is_script_stop(a)]
     if len(charged) >= endings.NO_PROGRESS_LIMIT:
-        return f"no progress: {len(charged)} attempts in a row committed no newer step"
+        return f"no progress: {len(charged)} attempts in a row {saved}"
     same_ending = [a for a in charged if a.ending == ending]
     limit = endings.RETRY_BUDGET.get(ending, 0)
     if len(same_ending) > limit:
         return f"no progress: {len(same_ending)} attempts in a row ended with {ending} (allowed: {limit})"
+    unsaved = [a for a in without_progress if _is_unsaved_stop(a)]
+    if len(unsaved) > endings.UNSAVED_STOPS_LIMIT:
+        cause = "" if history[-1].checkpoint_times else "; --checkpoints names those that the command saves by itself"
+        return f"no progress: {len(unsaved)} stops, and no checkpoint is known{cause}"
     return None

@@ -23,6 +23,7 @@ import msgspec
 from clustertrain.config.checks import image_checks, storage_paths, unused_keys
 from clustertrain.config.checks.cross_checks import check_contract
 from clustertrain.config.checks.script_keys import is_trainer_key
+from clustertrain.config.command_options import CHECKPOINT, split_arguments, uses_placeholder
 from clustertrain.config.parsing import time_limits
 from clustertrain.config.recipe import PreemptionTestSpec
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
@@ -199,6 +200,32 @@ def check_command_layout(run: ResolvedRun) -> None:
         )
 
 
+# By job key: the option, if the key is not named as the option is.
+_COMMAND_OPTIONS = {"hooks": "--no-hooks", "stop_signal": "", "resume_args": "", "checkpoints": ""}
+
+
+def check_command_options(run: ResolvedRun) -> Notes:
+    """Refuse options for commands with a recipe or a session; note --resume-args without known checkpoints."""
+    script, job = run.spec.script, run.spec.job
+    if script is not None and script.command:
+        names = uses_placeholder(split_arguments(job.resume_args), CHECKPOINT)
+        if job.resume_args and not job.checkpoints and not names:
+            return [
+                f"--resume-args: added from the second attempt on, whether or not {script.name} has saved by then; "
+                "--checkpoints PATTERN adds them only if it has"
+            ]
+        return None
+    given = {*run.parsed.request.job, *run.parsed.document.get("job", {})}
+    unused = [option or f"--{key.replace('_', '-')}" for key, option in _COMMAND_OPTIONS.items() if key in given]
+    if unused:
+        subject = "a recipe" if script is None else f"{script.name}, which uses clustertrain"
+        raise UsageError(
+            f"{', '.join(unused)}: no effect on {subject}",
+            fix="leave it out; it is for programs that stop and resume by themselves: submit [OPTIONS] -- COMMAND",
+        )
+    return None
+
+
 def check_cpu_fp16(run: ResolvedRun) -> None:
     """Refuse fp16 on a CPU that was not asked for."""
     check_fp16(run.spec.recipe.train.precision, run.spec.job.device, run.requested_device)
@@ -334,6 +361,7 @@ RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
 )
 RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
     check_command_layout,
+    check_command_options,
     check_cpu_fp16,
     check_utf8_spec,
     check_environment,

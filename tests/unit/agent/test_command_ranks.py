@@ -120,7 +120,7 @@ def test_signal_reaches_the_program_alone(start: Start, tmp_path: Path) -> None:
     ranks = start(sys.executable, "-c", HANDLES_TERM)
     log = tmp_path / "rank-0.log"
     assert clock.wait_until(lambda: log.exists() and {"ready", "child"} <= set(log.read_text().split()), 30.0)
-    ranks.send_signal(signal.SIGTERM)
+    ranks.send_stop_signal()
     assert run(ranks) == 0
     assert log.read_text().splitlines()[-2:] == ["saved", "child alive"]
 
@@ -139,7 +139,7 @@ def test_program_has_default_signals(start: Start, tmp_path: Path) -> None:
     clock.wait_until(
         lambda: Path(f"/proc/{next(iter(ranks._processes.values())).pid}/comm").read_text() == "sleep\n", 30
     )
-    ranks.send_signal(signal.SIGTERM)
+    ranks.send_stop_signal()
     assert run(ranks) == 1
     assert read_rank_records(tmp_path, [0])[0].kind == "killed"
 
@@ -161,7 +161,7 @@ def test_program_below_a_shell_gets_the_signal_and_may_save(
     monkeypatch.chdir(tmp_path)
     ranks = start(*(part.format(program=program) for part in command), stop_requested=True)
     assert clock.wait_until((tmp_path / "ready").exists, 30.0)
-    ranks.send_signal(signal.SIGTERM)
+    ranks.send_stop_signal()
     run(ranks)
     assert (tmp_path / "saved").exists()
 

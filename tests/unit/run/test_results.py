@@ -13,7 +13,7 @@ def test_results_keep_their_keys_on_disk() -> None:
     record = msgspec.to_builtins(RankResult(rank=1, ending="stopped", reason="asked", budget_spent=True))
     assert list(record) == [
         "rank", "local_rank", "ending", "finished", "step", "committed_step", "exit_code", "kind", "reason",
-        "budget_spent", "error", "peak_allocated_gib",
+        "budget_spent", "error", "ended_by_signal", "peak_allocated_gib",
     ]  # fmt: skip
     node = msgspec.to_builtins(NodeResult(node="a", ending="failed", ranks=(RankOutcome(ending="failed"),)))
     assert list(node) == [
