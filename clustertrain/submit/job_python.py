@@ -23,7 +23,7 @@ import clustertrain
 from clustertrain import extras, proc, settings
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UnsuitableEnvironment, UsageError
-from clustertrain.submit import inspect_python
+from clustertrain.submit import inspect_python, session_search
 from clustertrain.submit.request import SubmitRequest
 
 TIMEOUT_S = 60.0  # for an interpreter on a busy network file system
@@ -118,29 +118,27 @@ def choose(
     if script is not None and script.command:  # its ranks have the interpreter that the command names
         named = _inspect(_locate(requested, request), environ) if requested else own
         return JobPython(named, own if named.find_agent_problem() else named, script)
-    ranks = _inspect(_locate(requested, request), environ) if requested else _choose_default(own, script, request, env)
-    problem = None if has_setup else ranks.find_trainer_problem()
+    is_plain = script is not None and session_search.find_use(Path(script.path)) is None
+    ranks = (
+        _inspect(_locate(requested, request), environ)
+        if requested
+        else _choose_default(own, request, env, is_plain=is_plain)
+    )
     note = ""
-    if problem is None:
-        if not requested and ranks is not own:
-            note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
-        elif script is not None and not _mentions_clustertrain(script):
-            note = (
-                f"{script.name} opens no session; as a command, -- python {script.name}, it also gets the hooks that "
-                "see its steps and resume its framework"
-            )
-        return JobPython(ranks, ranks, script, note)
-    if script is None or _mentions_clustertrain(script):
-        return JobPython(ranks, ranks, script)  # a check refuses it
-    note = f"each rank runs {ranks.path} {script.name}, without a session: {problem.message}"
+    if not requested and ranks is not own:
+        note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
+    if script is None or not is_plain:  # a check refuses an interpreter that cannot run it
+        can_run = has_setup or ranks.find_trainer_problem() is None
+        return JobPython(ranks, ranks, script, note if can_run else "")
+    agents = own if ranks.find_agent_problem() and not has_setup else ranks
     command = (ranks.path, script.path, *script.args)
     plain = msgspec.structs.replace(script, args=(), command=command, path_index=1)
-    return JobPython(ranks, own if ranks.find_agent_problem() else ranks, plain, note)
+    without_torch = ", without torch" if ranks.lacks("torch") else ""
+    note = note or f"{script.name} does not use clustertrain: each rank runs it with {ranks.path}{without_torch}"
+    return JobPython(ranks, agents, plain, note)
 
 
-def _choose_default(
-    own: Interpreter, script: ScriptSpec | None, request: SubmitRequest, env: Mapping[str, str]
-) -> Interpreter:
+def _choose_default(own: Interpreter, request: SubmitRequest, env: Mapping[str, str], *, is_plain: bool) -> Interpreter:
     """Return this interpreter if it has torch, otherwise the ``python`` of the user's shell if that can run the job."""
     if not own.lacks("torch"):
         return own
@@ -148,13 +146,7 @@ def _choose_default(
     if not path:
         return own
     shell = _inspect(path, {**request.environ, **env})
-    is_plain = script is not None and not _mentions_clustertrain(script)
     return shell if is_plain or shell.find_trainer_problem() is None else own
-
-
-def _mentions_clustertrain(script: ScriptSpec) -> bool:
-    """Return whether the source of a script names clustertrain; a module that it imports may open the session too."""
-    return "clustertrain" in Path(script.path).read_text(encoding="utf-8", errors="replace")
 
 
 def _locate(python: str, request: SubmitRequest) -> str:

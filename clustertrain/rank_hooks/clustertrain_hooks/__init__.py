@@ -7,7 +7,7 @@ is not called again; it never ends the program.
 
 from __future__ import annotations
 
-from . import on_import
+from . import on_import, scheduler_signal
 from .rank import find_rank
 
 TYPE_CHECKING = False
@@ -28,4 +28,5 @@ _HOOKS = {
 def install(environ: Mapping[str, str]) -> None:
     """Hook the frameworks when this process imports them, if the environment is that of a rank."""
     if find_rank(environ) is not None:
+        scheduler_signal.survive(environ)
         on_import.install({module: f"{__name__}.{function}" for module, function in _HOOKS.items()})

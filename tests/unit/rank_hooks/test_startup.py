@@ -102,3 +102,36 @@ def test_interrupt_of_a_hook_is_the_programs(capsys: pytest.CaptureFixture[str])
 
     with pytest.raises(KeyboardInterrupt):
         interrupt()
+
+
+TERMINATED = """
+import multiprocessing, os, signal, subprocess, sys, time
+os.kill(os.getpid(), signal.SIGTERM)
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+forked = context.Process(target=lambda: (ready.set(), time.sleep(60)))
+forked.start()
+ready.wait()
+forked.terminate()
+forked.join()
+started = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); import time; time.sleep(60)"], stdout=-1)
+started.stdout.read(1)
+started.terminate()
+print("alive", forked.exitcode, started.wait())
+"""
+
+
+@pytest.mark.parametrize("stop_signal", ["USR1", "none"])
+def test_program_with_another_stop_signal_survives_sigterm_and_can_end_its_children(
+    tmp_path: Path, stop_signal: str
+) -> None:
+    (tmp_path / "program.py").write_text(TERMINATED)
+    env = {**os.environ, "PYTHONPATH": str(HOOKS), "RANK": "0", "WORLD_SIZE": "1", "CLUSTERTRAIN_ATTEMPT": "1"}
+    env |= {"CLUSTERTRAIN_RUN_DIR": str(tmp_path), "CLUSTERTRAIN_RANK_DIR": str(tmp_path)}
+    for command in ([sys.executable, "program.py"], ["bash", "-c", f"{sys.executable} program.py; echo"]):
+        for name, alive in ((stop_signal, True), ("TERM", False)):
+            done = subprocess.run(
+                command, env={**env, "CLUSTERTRAIN_STOP_SIGNAL": name}, cwd=tmp_path, text=True, check=False,
+                stdout=subprocess.PIPE, start_new_session=True, timeout=60,
+            )  # fmt: skip
+            assert done.stdout.strip() == ("alive -15 -15" if alive else "")
