@@ -194,9 +194,10 @@ def check_command_layout(run: ResolvedRun) -> None:
         return
     given = [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if name in run.parsed.request.job]
     if given:
+        session = f"; if a module of it opens a session, import clustertrain in {script.name} too"
         raise UsageError(
             f"{', '.join(given)}: no effect on {script.name}, which decides its own layout",
-            fix="pass the program its own options for it, after the command",
+            fix=f"pass the program its own options for it{session if run.parsed.request.target else ''}",
         )
 
 

@@ -118,7 +118,8 @@ def choose(
     if script is not None and script.command:  # its ranks have the interpreter that the command names
         named = _inspect(_locate(requested, request), environ) if requested else own
         return JobPython(named, own if named.find_agent_problem() else named, script)
-    is_plain = script is not None and session_search.find_use(Path(script.path)) is None
+    user = session_search.find_use(Path(script.path)) if script is not None else None
+    is_plain = script is not None and user is None
     ranks = (
         _inspect(_locate(requested, request), environ)
         if requested
@@ -127,12 +128,14 @@ def choose(
     note = ""
     if not requested and ranks is not own:
         note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
-    if script is None or not is_plain:  # a check refuses an interpreter that cannot run it
+    if script is None or user is not None:  # a check refuses an interpreter that cannot run it
+        if script is not None and user != Path(script.path).resolve():
+            note = note or f"{script.name} imports {user}, which uses clustertrain: it starts as a script with a session"
         can_run = has_setup or ranks.find_trainer_problem() is None
         return JobPython(ranks, ranks, script, note if can_run else "")
     agents = own if ranks.find_agent_problem() and not has_setup else ranks
-    command = (ranks.path, script.path, *script.args)
-    plain = msgspec.structs.replace(script, args=(), command=command, path_index=1)
+    command = (ranks.path, "-u", script.path, *script.args)
+    plain = msgspec.structs.replace(script, args=(), command=command, path_index=2)
     without_torch = ", without torch" if ranks.lacks("torch") else ""
     note = note or f"{script.name} does not use clustertrain: each rank runs it with {ranks.path}{without_torch}"
     return JobPython(ranks, agents, plain, note)

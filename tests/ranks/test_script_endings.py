@@ -48,6 +48,7 @@ def find_processes(run: Run, text: str) -> list[psutil.Process]:
 
 
 SAVES_AND_EXITS_0 = """
+import clustertrain  # without it, submit would start a command
 import os, pathlib, time
 
 saved = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "saved")
@@ -102,7 +103,7 @@ def test_session_left_early_after_warning_is_continued(submitted: Callable[..., 
     ],
 )
 def test_exit_code_without_warning_is_named(submitted: Callable[..., Run], end: str, ending: str, message: str) -> None:
-    run = submitted(f"import os\n{end}\n", *ONE_RANK, "--max-requeues", "0")
+    run = submitted(f"import clustertrain, os\n{end}\n", *ONE_RANK, "--max-requeues", "0")
     (attempt,) = run.wait_until_final()["attempts"]
     assert (attempt["state"], message in attempt["reason"]) == (ending, True), attempt["reason"]
 
@@ -115,6 +116,7 @@ def test_os_exit_after_last_step_completes_run(submitted: Callable[..., Run]) ->
 
 
 WAITS_ONCE = """
+import clustertrain  # without it, submit would start a command
 import os, time
 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
     print("waiting", flush=True)

@@ -14,6 +14,7 @@ from tests.runs import Run
 pytestmark = pytest.mark.slurm
 
 SCRIPT_SAVES_ON_SIGNAL = """
+import clustertrain  # without it, submit would start a command
 import os, pathlib, signal, sys, time
 
 saved = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "saved-" + os.environ["RANK"])

@@ -297,6 +297,9 @@ def test_script_that_cannot_run_its_layout_is_refused(
     assert run_cli(command, "--gpus", "2", "--layout", "fsdp", "train.py") == 0
     capsys.readouterr()
     Path("train.py").write_text("import mine\n")
+    assert run_cli(command, "--gpus", "2", "--pp", "2", "train.py") == 2
+    assert "--pp: no effect on train.py" in capsys.readouterr().err
+    Path("mine.py").write_text("from clustertrain import session\n")
     assert run_cli(command, "--gpus", "2", "--pp", "2", "train.py") == 0
     assert "note: train.py imports other modules" in capsys.readouterr().err
 

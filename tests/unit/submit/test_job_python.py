@@ -48,7 +48,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_own_python_is_the_default(tmp_path: Path) -> None:
     make_python(tmp_path / "shell" / "python", TRAINER)
-    for script, note in (("", ""), ("import clustertrain\n", ""), ("print()\n", "train.py opens no session")):
+    for script, note in (("", ""), ("import clustertrain\n", ""), ("print()\n", "train.py does not use clustertrain")):
         chosen = choose(tmp_path, script=script)
         assert (chosen.ranks.path, chosen.agents.path) == (sys.executable, sys.executable)
         assert chosen.note.startswith(note) and bool(chosen.note) == bool(note)
@@ -90,8 +90,9 @@ def test_python_that_cannot_run_the_ranks(
     assert session.script is not None and not session.script.command
     # One without runs as a command, whose ranks need neither package.
     plain = choose(tmp_path, python, "print()\n")
-    assert plain.script is not None and problem.message in plain.note
-    assert plain.script.command == (python, str(tmp_path / "train.py"), "--lr", "1") and plain.script.path_index == 1
+    assert plain.script is not None and ("without torch" in plain.note) == ("torch" not in packages)
+    assert plain.script.command == (python, "-u", str(tmp_path / "train.py"), "--lr", "1")
+    assert plain.script.path_index == 2 and not plain.script.args
     has_agents = packages.get("clustertrain") == VERSION and version > (3, 9)
     assert plain.agents.path == (python if has_agents else sys.executable)
 
@@ -103,15 +104,15 @@ def test_python_that_cannot_be_asked_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "other_processor").write_bytes(b"\x7fELF")
     (tmp_path / "other_processor").chmod(0o755)
     for name in ("missing", "broken", "other_processor"):
-        chosen = choose(tmp_path, str(tmp_path / name), "print()\n")
+        chosen = choose(tmp_path, str(tmp_path / name), "import clustertrain\n")
         assert chosen.ranks.packages is None and chosen.ranks.find_trainer_problem() is None
         assert chosen.agents is chosen.ranks and chosen.script is not None and not chosen.script.command
 
 
 def test_setup_of_the_profile_may_bring_what_is_missing(tmp_path: Path) -> None:
     python = make_python(tmp_path / "python", {})
-    chosen = choose(tmp_path, python, "print()\n", has_setup=True)
-    assert chosen.script is not None and not chosen.script.command and chosen.agents is chosen.ranks
+    for script in ("import clustertrain\n", "print()\n"):
+        assert (chosen := choose(tmp_path, python, script, has_setup=True)).agents is chosen.ranks
 
 
 def test_python_of_the_shell_where_only_that_has_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

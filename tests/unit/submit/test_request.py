@@ -149,7 +149,7 @@ def test_empty_target_is_default_preset(prepare_request: Prepare) -> None:
 
 
 def test_script_keeps_arguments_and_folder(prepare_request: Prepare, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "train.py").write_text("import clustertrain")
     run = prepare_request("train.py", args=("--nodes", "3", "$(x)"))
     script = run.spec.script
     assert script is not None and script.args == ("--nodes", "3", "$(x)") and script.cwd == str(tmp_path)

@@ -141,7 +141,7 @@ def test_script_runs_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) -> Non
     subprocess.run(["git", "init", "-q", project], check=True)
     result = submit_run(tmp_path, "project/jobs/train.py", args=("--steps", "3"))
     script = load_spec(result.run).script
-    assert script is not None and script.path == "jobs/train.py" and script.args == ("--steps", "3")
+    assert script is not None and script.path == "jobs/train.py" and script.command[-2:] == ("--steps", "3")
     assert script.cwd == str(tmp_path)
     assert (result.run.code / "jobs" / "train.py").read_text() == "print(1)\n"
     # Snapshots omit empty folders, so `src` is not on the path.
@@ -214,7 +214,7 @@ def test_hostile_values_are_inert(fake_slurm: FakeSlurm, tmp_path: Path, monkeyp
     script.write_text("")
     result = submit_run(tmp_path, str(script), job={"name": HOSTILE}, env={"V": HOSTILE}, args=(HOSTILE,))
     saved = load_spec(result.run)
-    assert saved.script is not None and saved.script.args == (HOSTILE,) and saved.script.path == script.name
+    assert saved.script is not None and saved.script.command[-1] == HOSTILE and saved.script.path == script.name
     assert saved.secret_env == ("V",) and saved.job.name == HOSTILE
     assert result.run.id.startswith("a-b-touch-pwned-x-j-")
     subprocess.run(["bash", "-n", result.run.job_script], check=True)

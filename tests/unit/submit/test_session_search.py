@@ -1,0 +1,49 @@
+"""Which scripts use clustertrain, by their own text and by the modules that they import."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clustertrain.submit import session_search
+
+USES = "from clustertrain import session\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "module"),
+    [
+        ("import clustertrain as ct", None),
+        ("import helper", "jobs/helper.py"),
+        ("def main():\n    from lib.deep import part", "src/lib/deep/part.py"),
+        ("import lib.deep.part", "src/lib/deep/__init__.py"),
+        ("from lib import *", "src/lib/__init__.py"),
+        ("import near", "src/lib/far.py"),  # which near.py imports
+        ("from . import helper", "jobs/helper.py"),
+        ("exec(open('helper.py').read())", "jobs/helper.py"),
+    ],
+)
+def test_module_of_the_repository_that_uses_clustertrain_is_found(
+    tmp_path: Path, script: str, module: str | None
+) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "src" / "lib" / "deep").mkdir(parents=True)
+    (tmp_path / "src" / "near.py").write_text("import lib.far\n")
+    path = tmp_path / "jobs" / "train.py"
+    path.write_text(script)
+    assert module is None or session_search.find_use(path) is None
+    expected = path if module is None else tmp_path / module
+    if module is not None:
+        expected.write_text(USES)
+    assert session_search.find_use(path) == expected
+
+
+def test_script_that_uses_none_is_plain(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import torch, train, missing.part\nopen('\\0.py')\nexec(open('config.py').read())\n")
+    (tmp_path / "config.py").write_text("import train\nthis is no Python")
+    (tmp_path / "other.py").write_text(USES)
+    assert session_search.find_use(path) is None
