@@ -113,12 +113,18 @@ class ProgramCheckpoints:
         for checkpoint in found:
             if checkpoint.modified <= self._newest:
                 return None
-            problem = checkpoints.find_problem(checkpoint.path)
+            problem = _find_problem(checkpoint.path)
             if not problem:
                 return checkpoint
             if report is not None:
                 report(checkpoint.path, problem)
         return None
+
+
+def _find_problem(path: str) -> str:
+    """Return why a checkpoint is not whole; empty if it is, or if nothing in it shows that it is not."""
+    is_empty = os.path.isfile(path) and not os.path.getsize(path)
+    return "it is empty" if is_empty else checkpoints.find_problem(path)
 
 
 def build_pattern(spec: RunSpec, run_dir: Path) -> str:

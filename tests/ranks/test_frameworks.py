@@ -32,12 +32,14 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     submitted: list[Run] = []
 
     def submit_program(
-        name: str, *options: str, out: str = "out", arguments: tuple[str, ...] = (), start: tuple[str, ...] = ()
+        name: str, *options: str, out: str = "out", arguments: tuple[str, ...] = (), start: tuple[str, ...] = (),
+        as_script: bool = False,
     ) -> Run:
         shutil.copy(PROGRAMS / name, folder)
         (tmp_path / out).mkdir(exist_ok=True)
-        command = (*start, sys.executable, name, str(tmp_path / out), str(STEPS), *arguments)
-        submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, "--", *command))
+        program = () if as_script else ("--", *start, sys.executable)
+        command = (*program, name, str(tmp_path / out), str(STEPS), *arguments)
+        submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, *command))
         return submitted[-1]
 
     yield submit_program
@@ -125,6 +127,25 @@ def test_own_handler_is_asked_and_its_steps_are_seen(submit: Submit) -> None:
     stopped = max(list_steps(run, 1, 0))
     assert (first.last_step, second.restored_step) == (stopped, stopped)
     assert (second.first_step, second.last_step) == (stopped + 1, STEPS)
+
+
+def test_script_stops_on_its_own_signal_and_resumes_with_further_arguments(submit: Submit, tmp_path: Path) -> None:
+    """Slurm's SIGTERM, which the local backend sends to all processes, does not end it before its own signal."""
+    run = submit(
+        "usr1_script.py", *PREEMPT, "--stop-signal", "USR1", "--checkpoints", "../out/*.pt",
+        "--resume-args", "--init-from '{checkpoint}'", as_script=True,
+    )  # fmt: skip
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    first, second = attempts.load_attempts(RunDir(run.path))
+    stopped = max(list_steps(run, 1, 0))
+    assert list(list_steps(run, 2, 1)) == list(range(stopped + 1, STEPS + 1))
+    saved = tmp_path / "out" / "ckpt.pt"
+    for rank in (0, 1):
+        log = (run.path / "attempts" / "2" / "logs" / f"rank-{rank}.log").read_text()
+        assert f"RESUMED {tmp_path / 'project' / '..' / 'out' / 'ckpt.pt'}" in log
+    assert first.saved_checkpoint and first.made_progress and second.restored_step == stopped
+    assert saved.exists() and "half.pt is passed over: it ends too early" in (run.path / "job.log").read_text()
 
 
 def test_without_hooks_the_signal_ends_the_program(submit: Submit) -> None:

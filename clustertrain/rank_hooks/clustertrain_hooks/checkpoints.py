@@ -139,13 +139,20 @@ def _find_missing_shard(index: str, names: set[str]) -> str:
 def _find_file_problem(path: str) -> str:
     if path.endswith(".safetensors"):
         return _find_safetensors_problem(path)
+    # torch.save writes a zip archive, whose directory of entries comes last.
     if path.endswith((".pt", ".pth", ".ckpt", ".bin")):
-        # torch.save writes a zip archive, whose directory of entries comes last.
         return "" if zipfile.is_zipfile(path) or _is_legacy_pickle(path) else "it ends too early"
     if path.endswith(".json"):
         with open(path, encoding="utf-8") as file:
             json.load(file)
-    return ""
+        return ""
+    return "it ends too early" if _begins_as_zip(path) and not zipfile.is_zipfile(path) else ""
+
+
+def _begins_as_zip(path: str) -> bool:
+    """Return whether torch.save, or numpy.savez, has begun the file, under a name of any kind."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def _find_safetensors_problem(path: str) -> str:

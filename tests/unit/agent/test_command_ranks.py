@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from clustertrain import clock
 from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
 from clustertrain.agent.node_result import RankObservations, build_node_result, read_rank_records
+from clustertrain.config.command_options import parse_stop_signal
 from clustertrain.scheduler.rendezvous import Rendezvous
 
 Start = Callable[..., CommandRanks]
@@ -20,15 +23,19 @@ Start = Callable[..., CommandRanks]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    def start_ranks(*command: str, ranks: int = 1, stop_requested: bool = False) -> CommandRanks:
+    def start_ranks(
+        *command: str, ranks: int = 1, stop_requested: bool = False, stop_signal: str = "TERM"
+    ) -> CommandRanks:
         rdzv = Rendezvous("127.0.0.1", 29_500, "run")
+        env = {**os.environ, "CLUSTERTRAIN_STOP_SIGNAL": stop_signal.partition(":")[0]}
         environments = {
-            rank: build_rank_environment(os.environ, rdzv, local_rank=rank, ranks_per_node=ranks, nodes=1, node_rank=0)
+            rank: build_rank_environment(env, rdzv, local_rank=rank, ranks_per_node=ranks, nodes=1, node_rank=0)
             for rank in range(ranks)
         }
         return CommandRanks(
             command, environments, cwd=tmp_path, rank_dir=tmp_path, stop_requested=lambda: stop_requested,
             logs={rank: tmp_path / f"rank-{rank}.log" for rank in environments},
+            stop_signal=parse_stop_signal(stop_signal),
         )  # fmt: skip
 
     return start_ranks
@@ -174,3 +181,67 @@ def test_killed_rank_is_recorded_as_killed(start: Start, tmp_path: Path) -> None
     assert (record.ending, record.exit_code, record.reason) == (
         "stopped", -9, "the command ended with SIGKILL, after the stop request",
     )  # fmt: skip
+
+
+LOGS_SIGNALS = """
+import os, signal, subprocess, sys, time
+def note(number, _):
+    os.write(1, f"{NAME} {signal.Signals(number).name}\n".encode())
+    sys.exit()
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, note)
+os.write(1, f"{NAME} ready\n".encode())
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("stop_signal", ["USR1", "USR2:all", "HUP:all", "INT", "none"])
+def test_chosen_signal_reaches_the_program_or_all_its_processes(
+    start: Start, tmp_path: Path, stop_signal: str
+) -> None:
+    child = f"NAME = 'child'{LOGS_SIGNALS}"
+    orphan = f"subprocess.run(['bash', '-c', '\"$@\" & disown', 'x', sys.executable, '-c', {child!r}])"
+    ranks = start(
+        sys.executable, "-c", f"import subprocess, sys\n{orphan}\nNAME = 'program'{LOGS_SIGNALS}",
+        stop_signal=stop_signal,
+    )  # fmt: skip
+    log = tmp_path / "rank-0.log"
+    assert clock.wait_until(lambda: log.exists() and log.read_text().count("ready") == 2, 30.0)
+    ranks.send_stop_signal()
+    name, _, target = stop_signal.partition(":")
+    expected = {"program"} if name != "none" else set()
+    expected |= {"child"} if target else set()
+    if expected:
+        assert clock.wait_until(lambda: log.read_text().count(f" SIG{name}") == len(expected), 30.0)
+    if "program" not in expected:
+        assert ranks.poll() is None
+    ranks.kill()
+    assert {line.split()[0] for line in log.read_text().splitlines() if "ready" not in line} == expected
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if child in process.cmdline():
+                process.kill()
+
+
+@pytest.mark.parametrize(("stop_signal", "code"), [("TERM", -15), ("USR1", -10)])
+def test_stop_signal_ends_a_program_without_a_handler(
+    start: Start, tmp_path: Path, stop_signal: str, code: int
+) -> None:
+    ranks = start(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)", stop_requested=True,
+                  stop_signal=stop_signal)  # fmt: skip
+    assert clock.wait_until(lambda: (tmp_path / "rank-0.log").read_text() == "1\n", 30.0)
+    ranks.send_stop_signal()
+    run(ranks)
+    record = read_rank_records(tmp_path, [0])[0]
+    assert (record.exit_code, record.ended_by_signal) == (code, True)
+    assert record.reason is not None and "which it does not handle" in record.reason
+
+
+def test_shell_may_trap_the_stop_signal(start: Start, tmp_path: Path) -> None:
+    shell = "trap 'echo trapped; exit' USR1; echo ready; while :; do read -rt 0.05 < <(:); done"
+    ranks = start("bash", "-c", shell, stop_requested=True, stop_signal="USR1")
+    log = tmp_path / "rank-0.log"
+    assert clock.wait_until(lambda: log.exists() and "ready" in log.read_text(), 30.0)
+    ranks.send_stop_signal()
+    run(ranks)
+    assert "trapped" in log.read_text() and not read_rank_records(tmp_path, [0])[0].ended_by_signal
