@@ -1,6 +1,6 @@
 """``python -m tests.harness.interruptions``: interrupt other people's programs and count what each interruption costs.
 
-Each training has 2 ranks on 2 nodes. The lanes on Slurm need root, and start the testbed unless it is up.
+Each training has 2 ranks, on Slurm on 2 nodes. The lanes on Slurm need root, and start the testbed unless it is up.
 Exit status: 0 if clustertrain resumed every training at the right step with the right losses, 1 otherwise.
 """
 

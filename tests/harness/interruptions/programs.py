@@ -15,7 +15,7 @@ from tests.harness.interruptions.steps import Steps, read_steps
 from tests.paths import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures" / "programs"
-TOTAL = 500  # steps of a run
+TOTAL = 1000  # steps of a run
 EVERY = 20
 PACE_S = 0.02  # that each step of a fixture takes at least
 RANKS = 2

@@ -24,7 +24,7 @@ from tests.harness.chaos_slurm import testbed
 from tests.harness.interruptions.programs import RANKS, TOTAL, Program
 from tests.harness.interruptions.steps import Steps, read_steps
 
-_SHAPE = ("--nodes", "2", "--gpus", "1")
+_ONE_NODE, _TWO_NODES = ("--nodes", "1", "--gpus", str(RANKS)), ("--nodes", str(RANKS), "--gpus", "1")
 END_TIMEOUT_S = 120.0
 
 
@@ -33,7 +33,7 @@ class TrainingEnded(Exception):
 
 
 class Subject(Protocol):
-    """A training of ``RANKS`` ranks with attempts, counted from 1."""
+    """A training of ``RANKS`` ranks, on a node each or on this machine, with attempts, counted from 1."""
 
     def read_attempts(self) -> list[list[Steps]]:
         """Return, for each attempt that has started, the steps of each rank."""
@@ -69,7 +69,15 @@ class ClustertrainRun:
         script = program.write(folder, alone=False, pace=pace)
         env = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN_")}
         env["CLUSTERTRAIN_HOME"] = str(folder / "home")
-        options = [*_SHAPE, "--cpus-per-gpu", "1", "--device", "cpu", "--max-requeues", "1000"]
+        options = [
+            *(_TWO_NODES if on_slurm else _ONE_NODE),
+            "--cpus-per-gpu",
+            "1",
+            "--device",
+            "cpu",
+            "--max-requeues",
+            "1000",
+        ]
         options += ["--backend", "slurm", "--sbatch", "exclusive"] if on_slurm else ["--backend", "local"]
         options += ["--time", time] if time else []
         options += ["--set", f"preemption_test.preempt_at_steps={preempt_at}"] if preempt_at else []
