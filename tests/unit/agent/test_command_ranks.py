@@ -183,7 +183,22 @@ def test_killed_rank_is_recorded_as_killed(start: Start, tmp_path: Path) -> None
     )  # fmt: skip
 
 
-LOGS_SIGNALS = """
+@pytest.mark.parametrize(
+    ("program", "code", "ending"),
+    [("python", 0, ("completed", True)), ("python", 3, ("completed", False)), ("sh", 0, ("completed", False))],
+)
+def test_program_that_was_done_at_a_stop_request_is_not_started_again(
+    start: Start, tmp_path: Path, program: str, code: int, ending: tuple[str, bool]
+) -> None:
+    (tmp_path / "progress-0.json").write_text('{"step": 500, "committed_step": 480, "finished": true}')
+    command = ("sh", "-c", "exit 0") if program == "sh" else (sys.executable, "-c", f"raise SystemExit({code})")
+    run(start(*command, stop_requested=True))
+    record = read_rank_records(tmp_path, [0])[0]
+    assert (record.ending, record.finished) == ending
+    assert (record.step, record.committed_step) == (500, 480)
+
+
+LOGS_SIGNALS = r"""
 import os, signal, subprocess, sys, time
 def note(number, _):
     os.write(1, f"{NAME} {signal.Signals(number).name}\n".encode())
@@ -196,31 +211,25 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("stop_signal", ["USR1", "USR2:all", "HUP:all", "INT", "none"])
-def test_chosen_signal_reaches_the_program_or_all_its_processes(
-    start: Start, tmp_path: Path, stop_signal: str
-) -> None:
-    child = f"NAME = 'child'{LOGS_SIGNALS}"
-    orphan = f"subprocess.run(['bash', '-c', '\"$@\" & disown', 'x', sys.executable, '-c', {child!r}])"
-    ranks = start(
-        sys.executable, "-c", f"import subprocess, sys\n{orphan}\nNAME = 'program'{LOGS_SIGNALS}",
-        stop_signal=stop_signal,
-    )  # fmt: skip
+def test_chosen_signal_reaches_the_program_or_all_its_processes(start: Start, tmp_path: Path, stop_signal: str) -> None:
+    (tmp_path / "child.py").write_text(f"NAME = 'child'{LOGS_SIGNALS}")
+    starts_child = 'import os; os.system(f"{__import__("sys").executable} child.py &")'.replace('"sys"', "'sys'")
+    (tmp_path / "program.py").write_text(f"{starts_child}\nNAME = 'program'{LOGS_SIGNALS}")
+    ranks = start(sys.executable, "program.py", stop_signal=stop_signal)
     log = tmp_path / "rank-0.log"
     assert clock.wait_until(lambda: log.exists() and log.read_text().count("ready") == 2, 30.0)
     ranks.send_stop_signal()
     name, _, target = stop_signal.partition(":")
-    expected = {"program"} if name != "none" else set()
-    expected |= {"child"} if target else set()
-    if expected:
-        assert clock.wait_until(lambda: log.read_text().count(f" SIG{name}") == len(expected), 30.0)
-    if "program" not in expected:
-        assert ranks.poll() is None
+    expected = ({"program"} if name != "none" else set()) | ({"child"} if target else set())
+    assert clock.wait_until(lambda: log.read_text().count(f" SIG{name}") == len(expected), 30.0)
+    remaining = psutil.Process(next(iter(ranks._processes.values())).pid)
+    assert ("program" in expected) != (remaining.status() != psutil.STATUS_ZOMBIE)
     ranks.kill()
-    assert {line.split()[0] for line in log.read_text().splitlines() if "ready" not in line} == expected
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if child in process.cmdline():
+            if process.cmdline()[1:] == ["child.py"] and process.cwd() == str(tmp_path):
                 process.kill()
+    assert {line.split()[0] for line in log.read_text().splitlines() if "ready" not in line} == expected
 
 
 @pytest.mark.parametrize(("stop_signal", "code"), [("TERM", -15), ("USR1", -10)])
@@ -229,7 +238,8 @@ def test_stop_signal_ends_a_program_without_a_handler(
 ) -> None:
     ranks = start(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)", stop_requested=True,
                   stop_signal=stop_signal)  # fmt: skip
-    assert clock.wait_until(lambda: (tmp_path / "rank-0.log").read_text() == "1\n", 30.0)
+    log = tmp_path / "rank-0.log"
+    assert clock.wait_until(lambda: log.exists() and log.read_text() == "1\n", 30.0)
     ranks.send_stop_signal()
     run(ranks)
     record = read_rank_records(tmp_path, [0])[0]

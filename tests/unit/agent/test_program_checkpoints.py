@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain import clock
 from clustertrain.agent import program_checkpoints
 from clustertrain.agent.program_checkpoints import ProgramCheckpoints
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
@@ -86,10 +87,9 @@ def test_checkpoints_are_found_while_the_command_runs(
     _, second = begin(run, out, 2, "{run_dir}/step-*")
     (folder / ".metadata").write_bytes(b"1")
     log = run.attempt(2).events_path("checkpoints")
-    while len(log.read_text().splitlines()) < 2:
-        pass
+    assert clock.wait_until(lambda: len(log.read_text().splitlines()) == 2, 30.0)
     second.end()
-    assert [e["path"] for e in events.for_attempt(run.attempt(2))] == [None, str(folder)]
+    assert [e.get("path") for e in events.for_attempt(run.attempt(2))] == [None, str(folder)]
 
 
 def test_reported_checkpoint_is_chosen_without_a_pattern(run: RunDir, out: Path) -> None:
