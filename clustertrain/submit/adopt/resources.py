@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from clustertrain.config.command_options import STOP_SIGNALS
 from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.directives import Directive
@@ -46,6 +47,7 @@ _REFUSED = {
     "tres-per-task": "clustertrain requests GPUs per node: use --gpus-per-node",
 }
 _MAX_SIGNAL_LEAD_S = 65_535
+_SIGNAL_NAMES = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
 _DEFAULT_SIGNAL_LEAD_S = 60  # of sbatch
 _GPU_COUNT = re.compile(r"(?:([A-Za-z][\w.-]*)[:=])?(\d{1,6})(?:\(.*\))?")
 
@@ -182,12 +184,21 @@ class _Reader:
         lead = min(max(1, int(match[3] or _DEFAULT_SIGNAL_LEAD_S)), _MAX_SIGNAL_LEAD_S)
         self._request.profile["signal_lead_s"] = lead
         self._add(directive, "profile", f"signal_lead_s: stops begin {lead} s before the time limit")
-        signal = match[2].upper().removeprefix("SIG")
-        if "B" not in (match[1] or "") and signal not in ("TERM", "15"):
+        if "B" not in (match[1] or ""):
+            self._read_stop_signal(directive, match[2].upper().removeprefix("SIG"))
+
+    def _read_stop_signal(self, directive: Directive, signal: str) -> None:
+        name = _SIGNAL_NAMES.get(signal, signal)
+        if name == "TERM":
+            return
+        if name in STOP_SIGNALS:
+            self._request.job["stop-signal"] = name
+            self._add(directive, "submit", f"--stop-signal {name}: at each stop, also a preemption, to the program")
+        else:
             self._add(
                 directive, "decide",
-                f"a program that handles {signal} itself gets SIGTERM instead; Trainer, Lightning and Accelerate need "
-                "no handler",
+                f"a program that handles {name} itself gets SIGTERM instead; Trainer, Lightning and Accelerate need no "
+                "handler",
             )  # fmt: skip
 
     def _read_array(self, directive: Directive) -> None:

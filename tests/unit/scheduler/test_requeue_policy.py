@@ -293,6 +293,50 @@ def test_time_limits_of_a_script_that_ends_itself_use_no_budget() -> None:
     assert action(endings.UNKNOWN, unknown) == "stop"
 
 
+def watched(n: int, ending: str, *, saved: bool = False, **changes: Any) -> Attempt:
+    """An attempt of a command whose checkpoints are named, and that ends itself at a stop."""
+    changes = {"first_step": None, "ended_by_script": True, **changes}
+    return attempt(n, ending, checkpoint_times=(1.0, 1.0), saved_checkpoint=saved, **changes)
+
+
+def test_command_is_chained_over_time_limits_while_it_saves() -> None:
+    saving = [watched(n, endings.TIME_LIMIT, saved=True) for n in range(1, 30)]
+    assert action(endings.TIME_LIMIT, saving) == "requeue"
+    idle = [watched(n, endings.TIME_LIMIT) for n in range(30, 33)]
+    assert action(endings.TIME_LIMIT, [*saving, *idle[:2]]) == "requeue"
+    decision = decide(AttemptOutcome(endings.TIME_LIMIT, "…"), [*saving, *idle], 50)
+    assert (decision.action, "no progress: 3 attempts in a row" in decision.reason) == ("stop", True)
+    with_steps = [watched(n, endings.PREEMPTED, first_step=1) for n in range(1, 7)]
+    decision = decide(AttemptOutcome(endings.PREEMPTED, "…"), with_steps, 50)
+    assert decision.reason == "no progress: 6 attempts in a row saved no newer checkpoint"
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_stops_that_save_nothing_end_the_run_in_the_end(is_watched: bool) -> None:
+    def stopped(n: int, **changes: Any) -> Attempt:
+        if is_watched:
+            return watched(n, endings.PREEMPTED, **changes)
+        options = {"first_step": None, "ended_by_script": True, "ended_by_signal": True, **changes}
+        return attempt(n, endings.TIME_LIMIT if n % 2 else endings.PREEMPTED, **options)
+
+    history = [stopped(n) for n in range(1, 22)]
+    assert action(endings.PREEMPTED, history[:20]) == "requeue"
+    decision = decide(AttemptOutcome(endings.PREEMPTED, "…"), history, 50)
+    assert decision.action == "stop" and "no progress: 21 stops" in decision.reason
+    assert ("--checkpoints" in decision.reason) != is_watched
+    # The next attempt of a program with torch.optim shows that the one before had saved.
+    saved = [*history[:10], stopped(11, first_step=20, committed_step=25, restored_step=19), *history[11:]]
+    assert action(endings.PREEMPTED, saved) == "requeue"
+
+
+def test_steps_of_a_program_that_begins_again_count_once() -> None:
+    first = attempt(1, endings.TIME_LIMIT, committed_step=50)
+    again = [attempt(n, endings.TIME_LIMIT, committed_step=40 + n, earlier_step=50) for n in range(2, 5)]
+    assert action(endings.TIME_LIMIT, [first, *again]) == "stop"
+    further = attempt(5, endings.TIME_LIMIT, committed_step=60, earlier_step=50)
+    assert action(endings.TIME_LIMIT, [first, *again, further]) == "requeue"
+
+
 def test_attempts_without_progress_stop_the_run() -> None:
     names = [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG] * 2
     decision = decide(AttemptOutcome(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)

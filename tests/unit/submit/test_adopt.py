@@ -166,7 +166,7 @@ def test_directives_that_cannot_be_honored_are_refused(directive: str, message: 
         (f"{GPUS}srun torchrun --nproc-per-node=2 train.py", "torchrun starts 2 ranks on nodes with 4 GPUs"),
         (f"{GPUS}srun -N1 torchrun --nproc-per-node=4 train.py", "the job has 2 nodes, and the command uses 1"),
         ("#SBATCH -N 1-3 --gpus-per-node=1\nsrun python train.py", "a run has a fixed number of nodes: 1 is taken"),
-        (f"{GPUS}#SBATCH --signal=USR1\nsrun python train.py", "handles USR1 itself gets SIGTERM instead"),
+        (f"{GPUS}#SBATCH --signal=CONT\nsrun python train.py", "handles CONT itself gets SIGTERM instead"),
         (f"{GPUS}#SBATCH --new-option=1\nsrun python train.py", "clustertrain does not know this option"),
         (f"{GPUS}cd $TMPDIR/$SLURM_JOB_ID\nsrun python train.py", "let the program change to this folder"),
         (f"{GPUS}export X=$SCRATCH/$SLURM_PROCID\nsrun python train.py", "$SLURM_PROCID has another value, or none"),
@@ -178,6 +178,16 @@ def test_directives_that_cannot_be_honored_are_refused(directive: str, message: 
 )
 def test_differences_are_left_to_the_user(text: str, detail: str) -> None:
     assert any(detail in question.detail for question in read(f"{text}\n").questions)
+
+
+@pytest.mark.parametrize(
+    ("signal", "option"),
+    [("USR1@90", "--stop-signal USR1"), ("sigusr2", "--stop-signal USR2"), ("10@5", "--stop-signal USR1"),
+     ("TERM@30", ""), ("B:USR1@90", "")],
+)  # fmt: skip
+def test_signal_for_the_processes_is_the_stop_signal(signal: str, option: str) -> None:
+    adoption = read(f"{GPUS}#SBATCH --signal={signal}\nsrun python train.py\n")
+    assert ("--stop-signal" in adoption.submit) == bool(option) and option in adoption.submit
 
 
 def test_secrets_are_shown_nowhere() -> None:
