@@ -187,7 +187,7 @@ def _list_programs(pid: int) -> list[psutil.Process]:
 
 
 def _list_all(pid: int) -> list[psutil.Process]:
-    """Return all other processes of the rank ``pid``: its descendants, and those of its session whose parent is gone."""
+    """Return all other processes of the rank ``pid``: descendants, and those of its session without their parent."""
     import psutil
 
     processes: dict[int, psutil.Process] = {}

@@ -5,8 +5,8 @@ The batch process looks for them, so all nodes get the same answer.
 
 from __future__ import annotations
 
+import contextlib
 import glob
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -123,7 +123,7 @@ class ProgramCheckpoints:
 
 def _find_problem(path: str) -> str:
     """Return why a checkpoint is not whole; empty if it is, or if nothing in it shows that it is not."""
-    is_empty = os.path.isfile(path) and not os.path.getsize(path)
+    is_empty = Path(path).is_file() and not Path(path).stat().st_size
     return "it is empty" if is_empty else checkpoints.find_problem(path)
 
 
@@ -134,26 +134,25 @@ def build_pattern(spec: RunSpec, run_dir: Path) -> str:
     pattern = fill(spec.job.checkpoints, {"run_dir": glob.escape(str(run_dir))})
     if pattern.startswith("~"):
         pattern = str(settings.expand_user_path(pattern, "job.checkpoints"))
-    return os.path.join(glob.escape(spec.script.cwd), pattern)
+    return str(Path(glob.escape(spec.script.cwd), pattern))
 
 
 def list_matches(pattern: str) -> list[SavedCheckpoint]:
     """Return the files and folders that match, the newest first."""
-    found = [SavedCheckpoint(path, max(_list_times(path), default=0.0)) for path in glob.glob(pattern, recursive=True)]
+    paths = glob.glob(pattern, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+    found = [SavedCheckpoint(path, max(_list_times(Path(path)), default=0.0)) for path in paths]
     return sorted((c for c in found if c.modified), key=lambda c: (c.modified, c.path), reverse=True)
 
 
-def _list_times(path: str) -> Iterator[float]:
-    paths = [path]
+def _list_times(path: Path) -> Iterator[float]:
+    """Yield the times of the newest changes of a file, or of a folder and what is in it; none if it was removed."""
     try:
-        paths += [entry.path for entry in os.scandir(path)] if os.path.isdir(path) else []
-    except FileNotFoundError:  # removed since
+        paths = [path, *(path.iterdir() if path.is_dir() else ())]
+    except FileNotFoundError:
         return
-    for name in paths:
-        try:
-            yield os.stat(name).st_mtime
-        except FileNotFoundError:
-            continue
+    for part in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield part.stat().st_mtime
 
 
 def _find_first_look(run: RunDir, attempt: AttemptDir) -> float | None:

@@ -96,9 +96,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ``{run_dir}`` and ``{attempt}`` are replaced. Left out while there is no checkpoint, if ``checkpoints`` names them
     or ``{checkpoint}`` is used."""
     checkpoints: str = ""
-    """Pattern of the files or folders that a command saves as checkpoints, such as ``out/ckpt-*.pt``, from the folder of
-    ``submit``. The newest whole one is ``CLUSTERTRAIN_CHECKPOINT``, and a newer one counts as progress. ``{run_dir}`` is
-    replaced. Empty: those of the frameworks with hooks."""
+    """Pattern of the files or folders that a command saves as checkpoints, such as ``out/ckpt-*.pt``, from the folder
+    of ``submit``. The newest whole one is ``CLUSTERTRAIN_CHECKPOINT``, and a newer one counts as progress.
+    ``{run_dir}`` is replaced. Empty: those of the frameworks with hooks."""
     share: bool = False
     """Let the group read the run folder (mode 0750 instead of 0700)."""
 

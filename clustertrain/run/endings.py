@@ -51,7 +51,7 @@ RETRY_BUDGET: Final[dict[str, int]] = {
 # Maximum number of attempts in a row, with any endings, that ran steps and committed none.
 NO_PROGRESS_LIMIT: Final = 6
 
-# Maximum number of stops in a row that are not known to have saved anything, of a command that may have saved by itself.
+# Maximum number of stops in a row that are not known to have saved anything, of a command that may have done so.
 UNSAVED_STOPS_LIMIT: Final = 20
 
 # Slurm's states of a finished job. Missing ones (FAILED, COMPLETED, …) do not reveal the cause.

@@ -130,7 +130,9 @@ def choose(
         note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
     if script is None or user is not None:  # a check refuses an interpreter that cannot run it
         if script is not None and user != Path(script.path).resolve():
-            note = note or f"{script.name} imports {user}, which uses clustertrain: it starts as a script with a session"
+            note = (
+                note or f"{script.name} imports {user}, which uses clustertrain: it starts as a script with a session"
+            )
         can_run = has_setup or ranks.find_trainer_problem() is None
         return JobPython(ranks, ranks, script, note if can_run else "")
     agents = own if ranks.find_agent_problem() and not has_setup else ranks

@@ -42,7 +42,7 @@ def _read(path: Path) -> str:
 
 
 def _list_imported(path: Path, text: str, search_path: list[Path]) -> Iterator[Path]:
-    """Yield the user's files that ``path`` imports or names as a Python file, as in ``exec(open("config.py").read())``."""
+    """Yield the user's files that ``path`` imports, or names as in ``exec(open("config.py").read())``."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -32,7 +32,11 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     submitted: list[Run] = []
 
     def submit_program(
-        name: str, *options: str, out: str = "out", arguments: tuple[str, ...] = (), start: tuple[str, ...] = (),
+        name: str,
+        *options: str,
+        out: str = "out",
+        arguments: tuple[str, ...] = (),
+        start: tuple[str, ...] = (),
         as_script: bool = False,
     ) -> Run:
         shutil.copy(PROGRAMS / name, folder)

@@ -27,7 +27,7 @@ if not saved.exists():
     time.sleep(600)
 """
 
-COMMAND_SAVES_ON_SIGTERM = """
+COMMAND_SAVES_ON_SIGNAL = """
 import os, pathlib, signal, sys, time
 
 folder, rank = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"]), os.environ["RANK"]
@@ -37,7 +37,7 @@ if not (folder / f"saved-{rank}").exists():
             file.write(signal.Signals(number).name)
         time.sleep(1)  # a second signal would arrive by now
         sys.exit(0)
-    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.Signals["SIG" + os.environ["CLUSTERTRAIN_STOP_SIGNAL"]], save)
     (folder / f"training-{rank}").touch()
     time.sleep(600)
 """
@@ -74,13 +74,16 @@ def test_script_that_exits_0_on_slurm_signal_is_continued(submit_run: Callable[.
     assert run.endings() == ["preempted", "completed"]
 
 
-@pytest.mark.parametrize("how", ["requeue", "preempt", "time limit"])
-def test_command_gets_one_sigterm_and_comes_back(
-    submit_run: Callable[..., Run], preempt: Callable[[Run], None], tmp_path: Path, how: str
+@pytest.mark.parametrize(
+    ("how", "stop_signal"),
+    [("requeue", "TERM"), ("preempt", "TERM"), ("time limit", "TERM"), ("preempt", "USR1"), ("requeue", "USR2")],
+)
+def test_command_gets_one_signal_and_comes_back(
+    submit_run: Callable[..., Run], preempt: Callable[[Run], None], tmp_path: Path, how: str, stop_signal: str
 ) -> None:
-    (tmp_path / "program.py").write_text(COMMAND_SAVES_ON_SIGTERM)
-    limit = ("--time", "2") if how == "time limit" else ()
-    run = submit_run("--nodes", "2", "--gpus", "1", *limit, "--", sys.executable, str(tmp_path / "program.py"))
+    (tmp_path / "program.py").write_text(COMMAND_SAVES_ON_SIGNAL)
+    options = (*(("--time", "2") if how == "time limit" else ()), "--stop-signal", stop_signal)
+    run = submit_run("--nodes", "2", "--gpus", "1", *options, "--", sys.executable, str(tmp_path / "program.py"))
     run.wait_for(lambda _: len(list(run.path.glob("training-*"))) == 2, "the start of both ranks")
     if how == "requeue":
         run.call("requeue", run.id)
@@ -88,7 +91,7 @@ def test_command_gets_one_sigterm_and_comes_back(
         preempt(run)
     run.complete()
     assert run.endings() == ["time_limit" if how == "time limit" else "preempted", "completed"]
-    assert [(run.path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
+    assert [(run.path / f"saved-{rank}").read_text() for rank in (0, 1)] == [f"SIG{stop_signal}"] * 2
 
 
 @pytest.mark.parametrize("late", [False, True])

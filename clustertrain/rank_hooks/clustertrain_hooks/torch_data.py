@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from types import ModuleType
@@ -55,8 +56,29 @@ def _obey_rank_only() -> None:
     """End this process at a SIGTERM of its rank, and at no other one."""
     rank = multiprocessing.parent_process()  # with forkserver, not the parent of this process
     sender = rank.pid if rank is not None and rank.pid is not None else os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    _mask(signal.SIG_BLOCK)
+    os.register_at_fork(after_in_child=functools.partial(_mask, signal.SIG_UNBLOCK))
+    _start_unblocked(subprocess.Popen)
     threading.Thread(target=_wait_for, args=(sender,), name="clustertrain-sigterm", daemon=True).start()
+
+
+def _mask(how: int) -> None:
+    signal.pthread_sigmask(how, {signal.SIGTERM})
+
+
+def _start_unblocked(popen: Any) -> None:
+    """Let programs that this worker starts get SIGTERM, with which it may end them: they inherit the mask."""
+    original = popen.__init__
+
+    @functools.wraps(original)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        _mask(signal.SIG_UNBLOCK)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _mask(signal.SIG_BLOCK)
+
+    popen.__init__ = start
 
 
 def _wait_for(sender: int) -> None:

@@ -74,9 +74,7 @@ def test_newest_whole_checkpoint_of_the_run_is_chosen(
     assert made_progress(run) == [True, True, False]  # attempt 2 was killed before it had seen it
 
 
-def test_checkpoints_are_found_while_the_command_runs(
-    run: RunDir, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_found_while_the_command_runs(run: RunDir, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_checkpoints, "INTERVAL_S", 0.01)
     _, first = begin(run, out, 1, "{run_dir}/step-*")
     folder = run.path / "step-7"

@@ -1,4 +1,4 @@
-"""Progress of programs that say little: steps that begin again, and checkpoints that only the next attempt has found."""
+"""Progress of commands: steps that begin again, and checkpoints that only the next attempt has found."""
 
 from __future__ import annotations
 
