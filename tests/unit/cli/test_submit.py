@@ -12,6 +12,7 @@ import pytest
 
 from clustertrain import settings
 from clustertrain.cli.main import main
+from clustertrain.config.command_options import split_arguments
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from tests.fakes.slurm.fixture import FakeSlurm
@@ -93,14 +94,42 @@ def test_any_command_is_submitted_as_it_is(
         (["--", "nosuchprogram"], "nosuchprogram: command not found"),
         (["--tp", "2", "--", "cat", "x"], "--tp: no effect on cat"),
         (["--set", "optim.lr=1", "--", "cat", "x"], "optim.lr has no effect on cat"),
+        (["--stop-signal", "KILL", "--", "cat", "x"], "stop_signal = 'KILL': must be one of TERM, USR1"),
+        (["--stop-signal", "USR1:al", "--", "cat", "x"], "stop_signal = 'USR1:al'"),
+        (["--resume-args", "--a '", "--", "cat", "x"], 'resume_args = "--a \'": No closing quotation'),
+        (["--resume-args", "{chekpoint}", "--", "cat", "x"], "did you mean {checkpoint}?"),
+        (["--checkpoints", "{rundir}/x", "--", "cat", "x"], "did you mean {run_dir}?"),
+        (["--no-hooks"], "--no-hooks: no effect on a recipe"),
+        (["--set", "job.checkpoints='out'", "uses.py"], "--checkpoints: no effect on uses.py, which uses clustertrain"),
     ],
 )
 def test_commands_that_cannot_run_are_refused(
     run_cli: RunCli, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, args: list[str], message: str
 ) -> None:
+    Path("uses.py").write_text("import clustertrain\n")
     assert run_cli("submit", *args) in (2, 78)
     assert message in capsys.readouterr().err
     assert fake_slurm.calls("sbatch") == []
+
+
+def test_options_of_a_command_are_kept(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").touch()
+    resume = ("--resume-args", "--init_from=resume", "--resume-args", "'a b' {checkpoint}")
+    options = ("--stop-signal", "USR1:all", *resume, "--set", "job.checkpoints='out/*'", "--json")
+    assert run_cli("submit", *options, "train.py") == 0
+    out, err = capsys.readouterr()
+    job = load_spec(RunDir(Path(json.loads(out)["run_dir"]))).job
+    assert (job.stop_signal, job.checkpoints) == ("USR1:all", "out/*")
+    assert split_arguments(job.resume_args) == ["--init_from=resume", "a b", "{checkpoint}"]
+    assert "whether or not" not in err
+    assert run_cli("submit", *resume[:2], "train.py") == 0
+    assert "note: --resume-args: added from the second attempt on, whether or not train.py" in capsys.readouterr().err
+
+
+def test_plan_of_a_command_names_no_layout(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("plan", "--gpus", "2", "--", "cat", "x") == 0
+    shown = capsys.readouterr().out
+    assert "cat on 2 ranks" in shown and "ddp" not in shown and "layout" not in shown
 
 
 @pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])
