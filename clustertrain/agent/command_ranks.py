@@ -126,17 +126,21 @@ class CommandRanks:
         number = self._stop_signal.number
         if number is None:
             return
-        for process in self._processes.values():
-            if process.poll() is None:
-                for target in self._list_other_targets(process.pid):
+        for rank, process in self._processes.items():
+            if rank not in self._codes:
+                for target in self._list_other_targets(process):
                     proc.send_signal(target, number)
-                process.send_signal(number)
+                if process.poll() is None:
+                    process.send_signal(number)
 
-    def _list_other_targets(self, pid: int) -> list[psutil.Process]:
-        """Return the processes that get the stop signal beside the rank's own process ``pid``."""
+    def _list_other_targets(self, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        """Return the processes that get the stop signal beside the rank's own process."""
         if self._stop_signal.to_all:
-            return _list_all(pid)
-        return _list_programs(pid) if self._is_shell else []
+            return _list_all(process.pid)
+        if not self._is_shell:
+            return []
+        # The scheduler's SIGTERM may have ended the shell.
+        return _list_programs(process.pid) if process.poll() is None else _list_orphans(process.pid)
 
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
@@ -184,6 +188,19 @@ def _list_programs(pid: int) -> list[psutil.Process]:
             if child.name() in proc.SHELLS:
                 programs += _list_programs(child.pid)
     return programs
+
+
+def _list_orphans(pid: int) -> list[psutil.Process]:
+    """Return the processes that a shell has started, which was the rank ``pid`` and has ended."""
+    import psutil
+
+    orphans = []
+    for other in _list_session(pid):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(other)
+            if _get_session(process.ppid()) != pid:
+                orphans.append(process)
+    return orphans
 
 
 def _list_all(pid: int) -> list[psutil.Process]:

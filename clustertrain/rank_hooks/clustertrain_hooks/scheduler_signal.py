@@ -33,9 +33,8 @@ def _is_program() -> bool:
     if os.getpid() == os.getsid(0):
         return True
     try:
-        with open(f"/proc/{os.getppid()}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip() in _SHELLS
-    except OSError:  # a container that hides it
+        return os.path.basename(os.readlink(f"/proc/{os.getppid()}/exe")) in _SHELLS
+    except OSError:  # another user's, or hidden by a container
         return False
 
 

@@ -222,8 +222,10 @@ def test_chosen_signal_reaches_the_program_or_all_its_processes(start: Start, tm
     name, _, target = stop_signal.partition(":")
     expected = ({"program"} if name != "none" else set()) | ({"child"} if target else set())
     assert clock.wait_until(lambda: log.read_text().count(f" SIG{name}") == len(expected), 30.0)
-    remaining = psutil.Process(next(iter(ranks._processes.values())).pid)
-    assert ("program" in expected) != (remaining.status() != psutil.STATUS_ZOMBIE)
+    if "program" in expected:
+        run(ranks)
+    else:
+        assert ranks.poll() is None
     ranks.kill()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -255,3 +257,16 @@ def test_shell_may_trap_the_stop_signal(start: Start, tmp_path: Path) -> None:
     ranks.send_stop_signal()
     run(ranks)
     assert "trapped" in log.read_text() and not read_rank_records(tmp_path, [0])[0].ended_by_signal
+
+
+def test_program_gets_its_signal_after_the_scheduler_has_ended_the_shell(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(f"NAME = 'program'{LOGS_SIGNALS.replace(', signal.SIGTERM', '')}")
+    ranks = start("bash", "-c", f"{sys.executable} program.py; true", stop_requested=True, stop_signal="USR1")
+    log = tmp_path / "rank-0.log"
+    assert clock.wait_until(lambda: log.exists() and "ready" in log.read_text(), 30.0)
+    next(iter(ranks._processes.values())).terminate()
+    assert clock.wait_until(lambda: next(iter(ranks._processes.values())).poll() is not None, 30.0)
+    assert ranks.poll() is None
+    ranks.send_stop_signal()
+    run(ranks)
+    assert log.read_text().splitlines()[-1] == "program SIGUSR1"

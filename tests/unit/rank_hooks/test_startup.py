@@ -128,7 +128,9 @@ def test_program_with_another_stop_signal_survives_sigterm_and_can_end_its_child
     (tmp_path / "program.py").write_text(TERMINATED)
     env = {**os.environ, "PYTHONPATH": str(HOOKS), "RANK": "0", "WORLD_SIZE": "1", "CLUSTERTRAIN_ATTEMPT": "1"}
     env |= {"CLUSTERTRAIN_RUN_DIR": str(tmp_path), "CLUSTERTRAIN_RANK_DIR": str(tmp_path)}
-    for command in ([sys.executable, "program.py"], ["bash", "-c", f"{sys.executable} program.py; echo"]):
+    (tmp_path / "run.sh").write_text(f"#!/bin/bash\n{sys.executable} program.py\necho\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    for command in ([sys.executable, "program.py"], ["./run.sh"]):
         for name, alive in ((stop_signal, True), ("TERM", False)):
             done = subprocess.run(
                 command, env={**env, "CLUSTERTRAIN_STOP_SIGNAL": name}, cwd=tmp_path, text=True, check=False,
