@@ -145,13 +145,13 @@ def list_matches(pattern: str) -> list[SavedCheckpoint]:
 
 
 def _list_times(path: Path) -> Iterator[float]:
-    """Yield the times of the newest changes of a file, or of a folder and what is in it; none if it was removed."""
+    """Yield the times of the newest changes of a file, or of a folder and what is in it; none if it cannot be read."""
     try:
         paths = [path, *(path.iterdir() if path.is_dir() else ())]
-    except FileNotFoundError:
+    except OSError:
         return
     for part in paths:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             yield part.stat().st_mtime
 
 

@@ -86,6 +86,9 @@ def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs)
     header.add_row(
         "step", NO_STEPS_REPORTED if status.step is None and status.goodput.ratio is None else format_steps(status)
     )
+    watched = next((a for a in reversed(status.history) if a.checkpoint_times), None)
+    if watched is not None:  # a command whose checkpoints are named
+        header.add_row("checkpoint", Text(printable(watched.newest_checkpoint or "none yet"), overflow="fold"))
     if status.skipped_steps or status.roll_backs:
         anomalies = [pluralize(status.skipped_steps, "step"), "skipped,", pluralize(status.roll_backs, "roll-back")]
         header.add_row("problems", Text(" ".join(anomalies), style="yellow"))

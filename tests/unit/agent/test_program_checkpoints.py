@@ -71,6 +71,7 @@ def test_newest_whole_checkpoint_of_the_run_is_chosen(
     assert made_progress(run) == [True, False]
     save(out / "of-another-run.pt", 500.0)  # overwritten by this one
     assert begin(run, out, 3)[0] == str(out / "of-another-run.pt")
+    assert [a.newest_checkpoint for a in attempts.load_attempts(run)][:2] == [older, older]
     assert made_progress(run) == [True, True, False]  # attempt 2 was killed before it had seen it
 
 
