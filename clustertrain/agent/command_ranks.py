@@ -44,6 +44,7 @@ class CommandRanks:
 
     Args of the constructor:
         logs: log file by rank.
+        local_rank_index: which element of ``command`` is an option that gets the local rank of each rank.
         stop_requested: whether the ranks have been asked to stop.
     """
 
@@ -56,9 +57,10 @@ class CommandRanks:
         rank_dir: Path,
         logs: Mapping[int, Path],
         stop_requested: Callable[[], bool],
+        local_rank_index: int | None = None,
     ) -> None:
         self.pid = os.getpid()
-        self._command = tuple(command)
+        self._command, self._local_rank_index = tuple(command), local_rank_index
         self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
         self._processes = {
@@ -70,7 +72,10 @@ class CommandRanks:
         cpus = env.get(settings.RANK_CPUS, "").split(";")
         local_rank = int(env["LOCAL_RANK"])
         own_cpus = cpus[local_rank] if local_rank < len(cpus) else ""
-        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *self._command]
+        command = list(self._command)
+        if self._local_rank_index is not None:
+            command[self._local_rank_index] += f"={local_rank}"
+        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *command]
         return proc.start(argv, env=env, cwd=cwd, new_session=True)
 
     def poll(self) -> int | None:

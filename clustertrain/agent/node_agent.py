@@ -230,6 +230,7 @@ class NodeAgent:
             rank_dir=self.rank_dir,
             logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
             stop_requested=self._should_hurry,
+            local_rank_index=script.local_rank_index,
         )
         return self.command_ranks
 

@@ -249,6 +249,15 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     """Which training of a command wrote it."""
 
 
+class CheckpointOverwriting(Event, frozen=True, kw_only=True):
+    """A program began to save into the folder of an earlier checkpoint: until the next `checkpoint`, neither is whole."""
+
+    writer = "rank 0 of a command"
+
+    step: int | None = None
+    path: str | None = None
+
+
 class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_interval"):
     """The interval of `every = "10min"` or `"auto"` was chosen or changed."""
 

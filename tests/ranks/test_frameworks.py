@@ -67,7 +67,7 @@ def assert_stopped_together(run: Run) -> int:
 PREEMPT = ("--set", "preemption_test.preempt_at_steps=[4]")
 
 
-@pytest.mark.parametrize("program", ["transformers_trainer.py", "attached_loop.py"])
+@pytest.mark.parametrize("program", ["transformers_trainer.py", "attached_loop.py", "fsdp2_dcp.py"])
 def test_preempted_program_has_the_losses_of_an_uninterrupted_one(submit: Submit, program: str) -> None:
     run = submit(program, *PREEMPT)
     run.complete()
