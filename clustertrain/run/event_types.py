@@ -250,7 +250,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 class CheckpointOverwriting(Event, frozen=True, kw_only=True):
-    """A program began to save into the folder of an earlier checkpoint: until the next `checkpoint`, neither is whole."""
+    """A save into the folder of an earlier checkpoint began: until the next `checkpoint`, neither is whole."""
 
     writer = "rank 0 of a command"
 

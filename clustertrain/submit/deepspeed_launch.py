@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,9 +125,9 @@ def _read_sizes(hostfile: Path) -> dict[str, str]:
 
 
 def _read_environment(cwd: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``.deepspeed_env`` in the home folder and in ``cwd``, which deepspeed gives to the ranks."""
+    """Return the variables of ``.deepspeed_env``, at home and in ``cwd``, which deepspeed gives to the ranks."""
     env = {}
-    for folder in (Path(environ.get("HOME", os.sep)), cwd):
+    for folder in (Path(environ.get("HOME", "/")), cwd):
         path = folder / environ.get("DS_ENV_FILE", ".deepspeed_env")
         for line in (_read(path) or "").splitlines():
             name, has_value, value = line.partition("=")

@@ -109,6 +109,13 @@ def test_accelerate_resumes_from_the_checkpoint_in_its_environment(submit: Submi
     assert max(list_steps(run, 2, 0)) == STEPS
 
 
+def test_callback_does_what_the_hooks_do(submit: Submit) -> None:
+    run = submit("transformers_trainer.py", *PREEMPT, "--no-hooks", arguments=("--callback",))
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert_stopped_together(run)
+
+
 def test_resume_flag_of_first_attempt_is_not_an_error(submit: Submit) -> None:
     """With ``resume_from_checkpoint=True`` the Trainer itself refuses a folder without a checkpoint."""
     run = submit("transformers_trainer.py", arguments=("--resume",))

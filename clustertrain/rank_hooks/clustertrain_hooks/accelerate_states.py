@@ -16,7 +16,9 @@ def install(module: ModuleType) -> None:
     calls.hook(module.Accelerator, "load_state", _report_load)
 
 
-def _report_save(result: Any, began: float, accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+def _report_save(
+    result: Any, began: float, accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
+) -> None:
     progress = get_progress()
     path = str(result or output_dir or "")  # the result counts: accelerate may name the folder itself
     if progress is not None and not progress.framework and progress.step and path:

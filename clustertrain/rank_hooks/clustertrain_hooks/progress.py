@@ -170,7 +170,7 @@ class Progress:
         self._write_state()
 
     def record_overwriting(self, path: str) -> None:
-        """Report that a save into the folder of an earlier checkpoint begins: until it is recorded, neither is whole."""
+        """Report that a save into the folder of an earlier checkpoint begins: until its end, neither is whole."""
         self._write_event("checkpoint_overwriting", step=self.step, path=path)
 
     def watch(self, report_if_done: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ def install(module: ModuleType) -> None:
     module.register_optimizer_step_post_hook(_StepCounter().count)
 
 
-def install_initialization(module: ModuleType) -> None:
+def install_initialization(module: Any) -> None:
     """Leave out a step that is none. ``module``: ``torch.distributed.checkpoint.state_dict``.
 
     Its functions fill the state of a new optimizer by a step with a learning rate of 0.
