@@ -92,11 +92,14 @@ def build_transformers(folder: Path, is_hooked: bool) -> tuple[Any, Callable[[],
         module = SimpleNamespace(Trainer=HookedTrainer, TrainerCallback=TrainerCallback)
         ct.import_hooks("transformers_trainer").install(module)
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, save_steps=1000, use_cpu=True,
-        report_to="none", disable_tqdm=True,
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, save_steps=4, save_total_limit=1,
+        save_only_model=True, eval_strategy="steps", eval_steps=STOP_STEP, use_cpu=True, report_to="none",
+        disable_tqdm=True,
     )  # fmt: skip
     callback = ct.integrations.transformers.Callback()
-    trainer = HookedTrainer(model=Model(), args=arguments, train_dataset=Samples(), callbacks=[callback])
+    trainer = HookedTrainer(
+        model=Model(), args=arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[callback]
+    )
 
     def train() -> int:
         trainer.train(resume_from_checkpoint=callback.find_checkpoint())
@@ -161,17 +164,21 @@ def build_pytorch_lightning(folder: Path, is_hooked: bool) -> tuple[Any, Callabl
 def test_callback_stops_saves_and_resumes_once(
     tmp_path: Path, attempts: Attempts, build: Callable[..., Any], is_hooked: bool
 ) -> None:
-    attempts.begin(1, stop_step=STOP_STEP)
-    with pytest.raises(SystemExit):
-        build(tmp_path / "out", is_hooked)[1]()
-    saves = [("stop_agreed", STOP_STEP), ("checkpoint", STOP_STEP)]
-    assert attempts.read_events(1) == [("first_step", 1), *saves]
-    attempts.begin(2)
+    """The Trainer of transformers would save only the model after step 4, and evaluate before it saves at the stop."""
+    for number, stop_step in ((1, STOP_STEP), (2, STOP_STEP + 2)):
+        attempts.begin(number, stop_step=stop_step)
+        with pytest.raises(SystemExit):
+            build(tmp_path / "out", is_hooked)[1]()
+        assert attempts.read_events(number)[-2:] == [("stop_agreed", stop_step), ("checkpoint", stop_step)]
+        assert "evaluation" not in dict(attempts.read_events(number))
+    attempts.begin(3)
     assert build(tmp_path / "out", is_hooked)[1]() == STEPS
-    restored, *others = attempts.read_events(2)
-    assert restored == ("restored", STOP_STEP)
-    assert others[0] == ("first_step", STOP_STEP + 1)
-    assert [*attempts.read_steps(1), *dict.fromkeys(attempts.read_steps(2))] == list(range(1, STEPS + 1))
+    for number, step in ((2, STOP_STEP), (3, STOP_STEP + 2)):
+        assert attempts.read_events(number)[:2] == [("restored", step), ("first_step", step + 1)]
+    steps = [step for number in (1, 2, 3) for step in dict.fromkeys(attempts.read_steps(number))]
+    assert steps == list(range(1, STEPS + 1))
+    of_stops = attempts.run / "program-checkpoints" / "lightning"  # the older one is removed
+    assert not of_stops.exists() or [p.name for p in of_stops.iterdir()] == [f"step-{STOP_STEP + 2}.ckpt"]
 
 
 @pytest.mark.parametrize("build", [build_transformers, build_lightning])
