@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 16_384
 # The last line of a Python traceback.
 _EXCEPTION = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Timeout|Exit)\w*)(?:: (.*))?$", re.MULTILINE)
+# torch begins each line of a traceback with it once torch.distributed is initialized.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
 _COMMUNICATION = re.compile(
     r"NCCL (?:communicator|error)|ncclRemoteError|ncclSystemError|DistBackendError|DistNetworkError|DistStoreError"
@@ -236,7 +238,7 @@ def _read_tail(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            return _RANK_PREFIX.sub("", file.read().decode(errors="replace"))
     except OSError:
         return ""
 

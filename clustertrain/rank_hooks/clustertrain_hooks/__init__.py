@@ -24,6 +24,10 @@ _HOOKS = {
     "transformers.trainer": "transformers_trainer.install",
     "lightning.pytorch.trainer.trainer": "lightning_trainer.install",
     "pytorch_lightning.trainer.trainer": "lightning_trainer.install",
+    "torchtitan.components.checkpoint": "torchtitan_checkpoints.install",
+    "torchtitan.components.checkpointer.base": "torchtitan_checkpoints.install",
+    "lightning.fabric.fabric": "fabric_states.install",
+    "lightning_fabric.fabric": "fabric_states.install",
     "accelerate.accelerator": "accelerate_states.install",
 }
 
