@@ -6,6 +6,7 @@ import multiprocessing
 import subprocess
 import time
 from multiprocessing.synchronize import Event
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def work(is_ready: Event) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_worker_obeys_its_rank_only(method: str) -> None:
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     is_ready = context.Event()
     worker = context.Process(target=work, args=(is_ready,), daemon=True)
     worker.start()
