@@ -187,7 +187,7 @@ class Progress:
 
     def note_restore(self, path: str, seconds: float) -> None:
         """Note that the program has loaded ``path``, whose step is not known before the next step."""
-        self._restored = (path, seconds)
+        self._restored = (os.path.abspath(path) if path else "", seconds)
 
     def begin_at(self, step: int) -> None:
         """Report the steps that an earlier attempt had done: those of the checkpoint, or ``step``.
@@ -196,7 +196,7 @@ class Progress:
         """
         path, seconds = self._restored or ("", 0.0)
         if path:
-            step = checkpoints.find_step(self.rank, os.path.abspath(path)) or step
+            step = checkpoints.find_step(self.rank, path) or step
         if step > 0:
             self.record_restore(step, path, seconds)
 
