@@ -36,7 +36,10 @@ def install(module: ModuleType) -> None:
             self.last_save_model_only = self.last_save_in_hf = False
             original(self, curr_step, True, *args, **kwargs)
             sys.exit(EXIT_STOPPED)
-        return original(self, curr_step, last_step, *args, **kwargs)
+        result = original(self, curr_step, last_step, *args, **kwargs)
+        if last_step and _stop is not None:
+            guarded(_stop.withdraw)()  # the training is over
+        return result
 
     save.can_stop = True  # type: ignore[attr-defined]
     manager_class.save = save

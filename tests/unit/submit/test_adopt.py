@@ -235,11 +235,7 @@ def test_arbitrary_text_raises_only_errors_for_the_user(text: str) -> None:
     [
         ("deepspeed --num_gpus 8 --module pkg.train -x", "deepspeed --module pkg.train -x", False),
         ("deepspeed --no_local_rank --num_gpus 8 train.py", "python train.py", False),
-        (
-            "python -m torch.distributed.launch --nproc_per_node 8 t.py",
-            "python -m torch.distributed.launch t.py",
-            False,
-        ),
+        ("python -m torch.distributed.launch --nnodes 2 t.py", "python -m torch.distributed.launch t.py", False),
         ("python -m torch.distributed.launch --use_env t.py", "python t.py", False),
         ("uv run deepspeed --num_gpus 8 train.py", "uv run python train.py", True),
     ],
