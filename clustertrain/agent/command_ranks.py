@@ -132,9 +132,11 @@ class CommandRanks:
         path = self._rank_dir / f"rank-{rank}.json"
         if path.exists():  # the program has opened a session of clustertrain
             return
-        record = build_record(rank, code, self._stop_requested(), self._logs[rank])
-        progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")
-        if isinstance(progress, dict):  # of the hooks
+        progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")  # of the hooks
+        # A shell may have gone on after a training that was done, and lost the next one to the stop.
+        is_done = isinstance(progress, dict) and progress.get("finished") is True and not self._is_shell
+        record = build_record(rank, code, self._stop_requested(), self._logs[rank], is_done=is_done)
+        if isinstance(progress, dict):
             steps = {name: progress.get(name) for name in ("step", "committed_step")}
             record = parse_rank_result({**msgspec.to_builtins(record), **steps}) or record
         try:
@@ -185,9 +187,16 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankResult:
-    """Return how a command ended: ``code`` is its exit code, negative for a signal."""
+def build_record(rank: int, code: int, stop_requested: bool, log: Path, *, is_done: bool = False) -> RankResult:
+    """Return how a command ended.
+
+    Args:
+        code: its exit code, negative for a signal.
+        is_done: it has reported that its training did all its steps.
+    """
     how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+    if code == EXIT_SUCCESS and is_done:
+        return RankResult(rank=rank, ending="completed", finished=True, exit_code=code)
     if code == EXIT_SUCCESS or (stop_requested and code != -signal.SIGKILL):
         # Not finished: the program does not say whether it was done. After a stop request, whatever the exit code, the
         # run continues, and a program that was done ends at once in the next attempt.

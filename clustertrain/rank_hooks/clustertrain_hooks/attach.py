@@ -137,7 +137,7 @@ class Job:
             self._write(self._progress, "end")
         if self._progress is not None:
             self._stop.withdraw()
-            self._progress.close()
+            self._progress.finish()
 
     def log(self, **values: float) -> None:
         """Report numbers of the current step, such as ``loss=…``: they are in the run's metrics and reports.

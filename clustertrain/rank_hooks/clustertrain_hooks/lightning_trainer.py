@@ -215,5 +215,5 @@ class FitReports:
     @_in_run
     def on_train_end(self, progress: Progress, trainer: Any) -> None:
         self._stop.withdraw()
-        progress.close()
+        progress.finish()
         self._progress = None

@@ -202,5 +202,5 @@ class TrainReports:
     @_in_run
     def on_train_end(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop.withdraw()
-        progress.close()
+        progress.finish()
         self._progress = None
