@@ -10,7 +10,9 @@ import threading
 import time
 from typing import Any, Callable
 
+from . import heartbeat
 from .guard import guarded
+from .progress import Progress, get_progress
 
 _is_inside = False  # whether the main thread is inside a hooked function
 
@@ -42,3 +44,16 @@ def hook(owner: Any, name: str, report: Callable[..., None], before: Callable[..
         return result
 
     setattr(owner, name, call)
+
+
+def get_own_progress() -> Progress | None:
+    """Return the progress of a program whose own loop saves, not a framework for it; None otherwise."""
+    progress = get_progress()
+    return progress if progress is not None and not progress.framework else None
+
+
+def begin_save(*args: Any, **kwargs: Any) -> None:
+    """Say that a save begins, which may take longer than a step."""
+    progress = get_own_progress()
+    if progress is not None:
+        progress.enter(heartbeat.CHECKPOINT)

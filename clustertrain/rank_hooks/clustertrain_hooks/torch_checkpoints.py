@@ -10,26 +10,20 @@ import time
 from types import ModuleType
 from typing import Any
 
-from . import calls
-from .progress import Progress, get_progress
+from . import calls, heartbeat
+from .calls import get_own_progress
 
 
 def install_save(module: ModuleType) -> None:
     """Hook ``save`` and ``async_save``. ``module``: ``torch.distributed.checkpoint.state_dict_saver``."""
-    calls.hook(module, "save", _report_save, before=_note_overwriting)
+    calls.hook(module, "save", _report_save, before=_begin_save)
     if hasattr(module, "async_save"):  # torch 2.3
-        calls.hook(module, "async_save", _follow_save, before=_note_overwriting)
+        calls.hook(module, "async_save", _follow_save, before=_begin_save)
 
 
 def install_load(module: ModuleType) -> None:
     """Hook ``load``. ``module``: ``torch.distributed.checkpoint.state_dict_loader``."""
     calls.hook(module, "load", _report_load)
-
-
-def _get_progress() -> Progress | None:
-    """Return the progress of a program whose own loop saves, not a framework for it."""
-    progress = get_progress()
-    return progress if progress is not None and not progress.framework else None
 
 
 def _find_folder(storage: Any, options: dict[str, Any]) -> str:
@@ -42,16 +36,17 @@ def _is_written(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, ".metadata"))
 
 
-def _note_overwriting(state_dict: Any, storage_writer: Any = None, **options: Any) -> None:
-    """Say that the checkpoint in the folder is going to be replaced: its metadata stays there until the end."""
-    progress = _get_progress()
+def _begin_save(state_dict: Any, storage_writer: Any = None, **options: Any) -> None:
+    """Say that a save begins, and that it replaces a checkpoint: the old metadata stays there until the end."""
+    calls.begin_save()
+    progress = get_own_progress()
     folder = _find_folder(storage_writer, options)
     if progress is not None and folder and _is_written(folder):
         progress.record_overwriting(folder)
 
 
 def _report_save(result: Any, began: float, state_dict: Any, storage_writer: Any = None, **options: Any) -> None:
-    progress = _get_progress()
+    progress = get_own_progress()
     folder = _find_folder(storage_writer, options)
     if progress is not None and progress.step and folder and _is_written(folder):
         progress.record_checkpoint(folder, time.monotonic() - began)
@@ -59,7 +54,7 @@ def _report_save(result: Any, began: float, state_dict: Any, storage_writer: Any
 
 def _follow_save(result: Any, began: float, state_dict: Any, storage_writer: Any = None, **options: Any) -> None:
     """Report the checkpoint once it is written, which the main thread sees at the end of a step, or at the exit."""
-    progress = _get_progress()
+    progress = get_own_progress()
     folder = _find_folder(storage_writer, options)
     if progress is None or not progress.step or not folder:
         return
@@ -67,6 +62,7 @@ def _follow_save(result: Any, began: float, state_dict: Any, storage_writer: Any
     future = getattr(result, "upload_completion", result)  # torch 2.9 may return two futures
     future.add_done_callback(lambda _: ended.append(time.monotonic()))
     progress.exclude(stall_s)
+    progress.enter(heartbeat.TRAIN)
 
     def report_if_done() -> bool:
         if ended and future.exception() is None and _is_written(folder):
@@ -77,7 +73,7 @@ def _follow_save(result: Any, began: float, state_dict: Any, storage_writer: Any
 
 
 def _report_load(result: Any, began: float, state_dict: Any, storage_reader: Any = None, **options: Any) -> None:
-    progress = _get_progress()
+    progress = get_own_progress()
     folder = _find_folder(storage_reader, options)
     if progress is not None and folder:
         progress.note_restore(folder, time.monotonic() - began)

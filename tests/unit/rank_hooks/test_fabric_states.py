@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from clustertrain.rank_hooks.clustertrain_hooks import fabric_states
+from clustertrain.rank_hooks.clustertrain_hooks import calls, fabric_states
 from clustertrain.rank_hooks.clustertrain_hooks.checkpoints import find_problem, list_saved
 from clustertrain.rank_hooks.clustertrain_hooks.progress import Progress
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
@@ -24,7 +24,7 @@ def test_saves_with_an_optimizer_are_recorded(tmp_path: Path, monkeypatch: pytes
         Progress(Rank(rank=0, world_size=1, attempt=n, run_dir=str(tmp_path / "run"), rank_dir=str(tmp_path)))
         for n in (1, 2)
     )
-    monkeypatch.setattr(fabric_states, "get_progress", lambda: first)
+    monkeypatch.setattr(calls, "get_progress", lambda: first)
     fabric = Fabric(accelerator="cpu", devices=1)
     model = torch.nn.Linear(2, 1)
     prepared: Any = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -38,7 +38,7 @@ def test_saves_with_an_optimizer_are_recorded(tmp_path: Path, monkeypatch: pytes
     saved = list_saved(second.rank)
     assert saved == [str(tmp_path / "b.ckpt"), str(tmp_path / "a.ckpt")]
     assert [find_problem(path) for path in saved] == ["", ""]
-    monkeypatch.setattr(fabric_states, "get_progress", lambda: second)
+    monkeypatch.setattr(calls, "get_progress", lambda: second)
     fabric.load(tmp_path / "a.ckpt", state)
     second.begin_at(0)  # SGD counts no steps
     assert second.step == 3

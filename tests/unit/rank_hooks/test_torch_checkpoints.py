@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
 
-from clustertrain.rank_hooks.clustertrain_hooks import calls, torch_checkpoints, torch_steps
+from clustertrain.rank_hooks.clustertrain_hooks import calls, heartbeat, torch_checkpoints, torch_steps
 from clustertrain.rank_hooks.clustertrain_hooks.checkpoints import find_step, list_saved
 from clustertrain.rank_hooks.clustertrain_hooks.progress import Progress
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
@@ -38,7 +38,7 @@ def progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # restores it after the test
     progress = Progress(build_rank(tmp_path))
-    for module in (torch_checkpoints, torch_steps):
+    for module in (calls, torch_steps):
         monkeypatch.setattr(module, "get_progress", lambda: progress)
     torch_checkpoints.install_save(saver)
     torch_checkpoints.install_load(loader)
@@ -75,7 +75,9 @@ def test_failed_save_is_not_recorded(tmp_path: Path, progress: Progress) -> None
         with pytest.raises(CheckpointException):
             saver.save(STATE, checkpoint_id=tmp_path / "file" / "a")
     assert [event["event"] for event in read_events(tmp_path)] == ["first_step"]
+    assert progress._heartbeat.phase == heartbeat.CHECKPOINT  # until the next step: the save may still be handled
     saver.save(STATE, checkpoint_id=tmp_path / "a")
+    assert progress._heartbeat.phase == heartbeat.TRAIN
     assert read_events(tmp_path)[-1]["path"] == str(tmp_path / "a")
 
 
@@ -111,7 +113,7 @@ def test_resumed_program_continues_the_steps_of_its_checkpoint(
     saver.save(STATE, checkpoint_id=tmp_path / "a")
     second = Progress(build_rank(tmp_path, attempt=2))
     monkeypatch.setattr(torch_steps, "get_progress", lambda: second)
-    monkeypatch.setattr(torch_checkpoints, "get_progress", lambda: second)
+    monkeypatch.setattr(calls, "get_progress", lambda: second)
     optimizers: list[Any] = []
     hook = ModuleType("optimizer")
     hook.register_optimizer_step_post_hook = optimizers.append  # type: ignore[attr-defined]
