@@ -13,17 +13,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from clustertrain import integrations
     from clustertrain.rank_hooks.clustertrain_hooks.attach import Job, attach
     from clustertrain.train.session.session import Session, session
     from clustertrain.train.stability.clipping import Clipping
 
 __version__ = "0.1.0"
-__all__ = ["Clipping", "Job", "Session", "__version__", "attach", "session"]
+__all__ = ["Clipping", "Job", "Session", "__version__", "attach", "integrations", "session"]
 
 
 def __getattr__(name: str) -> object:
     if name in ("Job", "attach"):
-        return getattr(_import_hooks("attach"), name)
+        return getattr(import_hooks("attach"), name)
+    if name == "integrations":
+        return importlib.import_module("clustertrain.integrations")
     if name in __all__:
         # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
         from clustertrain import extras
@@ -39,7 +42,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'clustertrain' has no attribute {name!r}")
 
 
-def _import_hooks(name: str) -> ModuleType:
+def import_hooks(name: str) -> ModuleType:
     """Import a module of ``clustertrain_hooks`` from where the ranks of a command find it, so that it exists once."""
     folder = str(Path(__file__).with_name("rank_hooks"))
     if folder not in sys.path:

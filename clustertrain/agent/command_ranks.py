@@ -33,6 +33,8 @@ DEFAULT_STOP_SIGNAL = StopSignal(signal.SIGTERM)
 _TAIL_BYTES = 16_384
 # The last line of a Python traceback.
 _EXCEPTION = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Timeout|Exit)\w*)(?:: (.*))?$", re.MULTILINE)
+# torch begins each line of a traceback with it once torch.distributed is initialized.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
 _COMMUNICATION = re.compile(
     r"NCCL (?:communicator|error)|ncclRemoteError|ncclSystemError|DistBackendError|DistNetworkError|DistStoreError"
@@ -46,6 +48,7 @@ class CommandRanks:
 
     Args of the constructor:
         logs: log file by rank.
+        local_rank_index: which element of ``command`` is an option that gets the local rank of each rank.
         stop_requested: whether the ranks have been asked to stop.
         stop_signal: the signal that asks them.
     """
@@ -60,10 +63,11 @@ class CommandRanks:
         logs: Mapping[int, Path],
         stop_requested: Callable[[], bool],
         stop_signal: StopSignal = DEFAULT_STOP_SIGNAL,
+        local_rank_index: int | None = None,
     ) -> None:
         self.pid = os.getpid()
         self._stop_signal = stop_signal
-        self._command = tuple(command)
+        self._command, self._local_rank_index = tuple(command), local_rank_index
         self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
         self._processes = {
@@ -75,7 +79,10 @@ class CommandRanks:
         cpus = env.get(settings.RANK_CPUS, "").split(";")
         local_rank = int(env["LOCAL_RANK"])
         own_cpus = cpus[local_rank] if local_rank < len(cpus) else ""
-        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *self._command]
+        command = list(self._command)
+        if self._local_rank_index is not None:
+            command[self._local_rank_index] += f"={local_rank}"
+        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *command]
         return proc.start(argv, env=env, cwd=cwd, new_session=True)
 
     def poll(self) -> int | None:
@@ -308,7 +315,7 @@ def _read_tail(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            return _RANK_PREFIX.sub("", file.read().decode(errors="replace"))
     except OSError:
         return ""
 

@@ -226,6 +226,7 @@ class NodeAgent:
             logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
             stop_requested=self._should_hurry,
             stop_signal=self.stop_signal,
+            local_rank_index=script.local_rank_index,
         )
         return self.command_ranks
 

@@ -137,6 +137,8 @@ class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What each rank executes. Empty: the script, with the job's Python."""
     path_index: int | None = None
     """Which element of ``command`` stands for ``path``. None: ``path`` is a package, which the command imports."""
+    local_rank_index: int | None = None
+    """Which element of ``command`` is an option to which each rank's ``=LOCAL_RANK`` is added."""
 
     @property
     def is_package(self) -> bool:

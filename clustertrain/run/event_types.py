@@ -263,6 +263,15 @@ class ProgramCheckpoint(Event, frozen=True, kw_only=True):
     """The attempt has saved it, so it has made progress."""
 
 
+class CheckpointOverwriting(Event, frozen=True, kw_only=True):
+    """A save into the folder of an earlier checkpoint began: until the next `checkpoint`, neither is whole."""
+
+    writer = "rank 0 of a command"
+
+    step: int | None = None
+    path: str | None = None
+
+
 class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_interval"):
     """The interval of `every = "10min"` or `"auto"` was chosen or changed."""
 

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
+from msgspec.structs import replace
+
 from clustertrain import proc
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UsageError
@@ -41,24 +43,24 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
         raise UsageError("an argument of the command contains a NUL character", fix="remove it")
     program = _find_program(request)
     command = [str(program), *request.command[1:]]
-    cwd = str(request.cwd)
+    base = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
     if is_python(command[0]) or PurePath(command[0]).name in proc.SHELLS:
         index = _find_script(command)
         if index is None:
-            return ScriptSpec(cwd=cwd, command=tuple(command))
+            return base
         if command[index - 1] == "-m":
             package = _find_module(request, program, command[index])
-            return ScriptSpec(path=str(package) if package else "", cwd=cwd, command=tuple(command))
+            return replace(base, path=str(package) if package else "")
         path = request.cwd / command[index]
         if not path.is_file():
             problem = "it is a folder" if path.is_dir() else "no such file"
             raise UsageError(f"{command[index]}: {problem}", fix="name the script by its path from this folder")
-        return ScriptSpec(path=str(path), cwd=cwd, command=tuple(command), path_index=index)
+        return replace(base, path=str(path), path_index=index)
     # A console script is installed; anything else in the user's folders is code.
     is_code = program.is_relative_to(request.cwd) and not _is_installed(program)
     if not is_code:
-        return ScriptSpec(cwd=cwd, command=tuple(command))
-    return ScriptSpec(path=str(program), cwd=cwd, command=tuple(command), path_index=0)
+        return base
+    return replace(base, path=str(program), path_index=0)
 
 
 def is_python(program: str) -> bool:

@@ -12,12 +12,15 @@ from typing import Any
 from clustertrain.errors import UsageError
 from clustertrain.submit.accelerate_launch import read_accelerate
 from clustertrain.submit.command import is_python
+from clustertrain.submit.deepspeed_launch import read_deepspeed
 from clustertrain.submit.request import SubmitRequest
 
+_OLD_LAUNCH = "torch.distributed.launch"  # passes --local-rank to the script, unless it gets --use-env
 _LAUNCHER_MODULES = {
     "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
+    _OLD_LAUNCH: "torchrun",
     "accelerate.commands.launch": "accelerate launch",
+    "deepspeed.launcher.runner": "deepspeed",
 }
 
 # Options of torchrun (torch 2.13) by what becomes of them.
@@ -28,8 +31,8 @@ _OWN = frozenset({
     "logs-specs", "event-log-handler", "signals-to-handle", "shutdown-timeout", "duplicate-stdout-filters",
     "duplicate-stderr-filters",
 })  # fmt: skip
-_OWN_FLAGS = frozenset({"standalone", "use-env"})
-_KIND_FLAGS = frozenset({"module", "no-python"})
+_OWN_FLAGS = frozenset({"standalone"})
+_KIND_FLAGS = frozenset({"module", "no-python", "use-env"})
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _UNSUPPORTED = {
     "run-path": "name the script without it",
@@ -37,7 +40,6 @@ _UNSUPPORTED = {
     "virtual-local-rank": "let the program read LOCAL_RANK",
 }
 _OTHER_LAUNCHERS = {
-    "deepspeed": "name the script itself: -- python SCRIPT ARGS",
     "mpirun": "name the program itself; clustertrain starts a process for each GPU",
     "mpiexec": "name the program itself; clustertrain starts a process for each GPU",
     "srun": "name the program itself; clustertrain runs srun",
@@ -78,13 +80,26 @@ def replace_launcher(request: SubmitRequest) -> Translation:
             request, command=tuple(program), job=_merge_sizes(name, request.job, sizes), env={**env, **request.env}
         )
         return Translation(translated, (note,))
+    if name == "deepspeed":
+        env, sizes, program, index = read_deepspeed(request, python, arguments)
+        translated = dataclasses.replace(
+            request, command=tuple(program), job=_merge_sizes(name, request.job, sizes), env={**env, **request.env},
+            local_rank_index=index,
+        )  # fmt: skip
+        return Translation(translated, (note,))
+    return Translation(_replace_torchrun(request, python, arguments), (note,))
+
+
+def _replace_torchrun(request: SubmitRequest, python: str, arguments: Sequence[str]) -> SubmitRequest:
     sizes, kinds, program = parse_torchrun(arguments)
-    job = _merge_sizes(name, request.job, sizes)
+    job = _merge_sizes("torchrun", request.job, sizes)
     if not program:
         raise UsageError("torchrun: no program after its options", fix="name the script: -- torchrun SCRIPT ARGS")
-    if "no-python" not in kinds:
-        program = [python, *(["-m"] if "module" in kinds else []), *program]
-    return Translation(dataclasses.replace(request, command=tuple(program), job=job), (note,))
+    start, index = [python, *(["-m"] if "module" in kinds else [])] if "no-python" not in kinds else [], None
+    if _OLD_LAUNCH in request.command[: -len(arguments)] and "use-env" not in kinds:
+        index = len(start) + 1
+        program.insert(1, "--local-rank")
+    return dataclasses.replace(request, command=(*start, *program), job=job, local_rank_index=index)
 
 
 def split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:

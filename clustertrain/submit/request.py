@@ -21,6 +21,8 @@ class SubmitRequest:
     """Arguments of the script."""
     command: tuple[str, ...] = ()
     """A program of any kind with its arguments, instead of a target."""
+    local_rank_index: int | None = None
+    """Which element of ``command`` is an option that gets the local rank of each rank."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Options on the command line, by their names in JobSpec."""
     assignments: tuple[str, ...] = ()

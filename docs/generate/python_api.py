@@ -24,6 +24,8 @@ def render() -> str:
                     parts.extend(_member_parts(name, attribute, member))
         elif inspect.isfunction(thing):
             parts.extend((f"## `{name}{_signature(thing)}`", _docstring(thing)))
+        elif inspect.ismodule(thing):
+            parts.extend((f"## `{name}`", _docstring(thing)))
         else:
             parts.extend((f"## `{name}`", "The version of the package."))
     return "\n\n".join(parts) + "\n"

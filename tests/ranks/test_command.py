@@ -94,9 +94,15 @@ def test_program_that_ignores_signals_is_ended_at_the_deadline(submit: Submit) -
 
 
 def test_failed_program_is_explained_and_not_repeated(submit: Submit) -> None:
-    run = submit("import os, time\nif os.environ['RANK'] == '1': raise KeyError('lr')\ntime.sleep(60)\n")
+    """Started with deepspeed, whose launcher passes the local rank."""
+    launcher = str(Path(sys.executable).with_name("deepspeed"))  # need not exist: its Python counts
+    run = submit(
+        "import os, sys, time\nif os.environ['RANK'] == '1': raise KeyError(sys.argv)\ntime.sleep(60)\n",
+        command=(launcher, "--num_gpus", "2", "program.py", "--lr", "1"),
+    )
     (attempt,) = run.wait_until_final()["attempts"]
-    assert (attempt["state"], "KeyError: 'lr'" in attempt["reason"]) == ("user_error", True), attempt
+    error = "program.py', '--local_rank=1', '--lr', '1']"
+    assert (attempt["state"], error in attempt["reason"]) == ("user_error", True), attempt
 
 
 def test_edits_after_submit_do_not_reach_the_run(submit: Submit) -> None:

@@ -73,7 +73,7 @@ def assert_stopped_together(run: Run) -> int:
 PREEMPT = ("--set", "preemption_test.preempt_at_steps=[4]")
 
 
-@pytest.mark.parametrize("program", ["transformers_trainer.py", "attached_loop.py"])
+@pytest.mark.parametrize("program", ["transformers_trainer.py", "attached_loop.py", "fsdp2_dcp.py"])
 def test_preempted_program_has_the_losses_of_an_uninterrupted_one(submit: Submit, program: str) -> None:
     run = submit(program, *PREEMPT)
     run.complete()
@@ -113,6 +113,13 @@ def test_accelerate_resumes_from_the_checkpoint_in_its_environment(submit: Submi
     assert first.committed_step == second.restored_step == resumed
     assert resumed % 10 == 0 < resumed <= max(list_steps(run, 1, 0)) < STEPS
     assert max(list_steps(run, 2, 0)) == STEPS
+
+
+def test_callback_does_what_the_hooks_do(submit: Submit) -> None:
+    run = submit("transformers_trainer.py", *PREEMPT, "--no-hooks", arguments=("--callback",))
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert_stopped_together(run)
 
 
 def test_resume_flag_of_first_attempt_is_not_an_error(submit: Submit) -> None:

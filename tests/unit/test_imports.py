@@ -152,7 +152,8 @@ def test_trainer_and_session_import_no_dtensor() -> None:
 
 
 def test_exported_names() -> None:
-    assert sorted(clustertrain.__all__) == ["Clipping", "Job", "Session", "__version__", "attach", "session"]
+    names = ["Clipping", "Job", "Session", "__version__", "attach", "integrations", "session"]
+    assert sorted(clustertrain.__all__) == names
     for name in clustertrain.__all__:
         assert getattr(clustertrain, name)
     with pytest.raises(AttributeError, match="sesion"):

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 _HOOKS = {
     "torch.optim.optimizer": "torch_steps.install",
     "torch.utils.data.dataloader": "torch_data.install",
+    "torch.distributed.checkpoint.state_dict": "torch_steps.install_initialization",
+    "torch.distributed.checkpoint.state_dict_saver": "torch_checkpoints.install_save",
+    "torch.distributed.checkpoint.state_dict_loader": "torch_checkpoints.install_load",
     "transformers.trainer": "transformers_trainer.install",
     "lightning.pytorch.trainer.trainer": "lightning_trainer.install",
     "pytorch_lightning.trainer.trainer": "lightning_trainer.install",
+    "torchtitan.components.checkpoint": "torchtitan_checkpoints.install",
+    "torchtitan.components.checkpointer.base": "torchtitan_checkpoints.install",
+    "lightning.fabric.fabric": "fabric_states.install",
+    "lightning_fabric.fabric": "fabric_states.install",
     "accelerate.accelerator": "accelerate_states.install",
 }
 

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from types import ModuleType
 from typing import Any
 
-from .guard import guarded
-from .progress import get_progress
+from . import calls
+from .calls import get_own_progress
 
 
 def install(module: ModuleType) -> None:
     """Hook ``Accelerator.save_state`` and ``load_state``. ``module``: ``accelerate.accelerator``."""
-    _hook(module.Accelerator, "save_state", guarded(_report_save))
-    _hook(module.Accelerator, "load_state", guarded(_report_load))
+    calls.hook(module.Accelerator, "save_state", _report_save, before=calls.begin_save)
+    calls.hook(module.Accelerator, "load_state", _report_load)
 
 
-def _hook(accelerator_class: Any, name: str, report: Any) -> None:
-    original = getattr(accelerator_class, name)
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        began = time.monotonic()
-        result = original(self, *args, **kwargs)
-        path = result if isinstance(result, str) else args[0] if args else kwargs.get("input_dir")
-        report(str(path or ""), time.monotonic() - began)
-        return result
-
-    setattr(accelerator_class, name, call)
+def _report_save(
+    result: Any, began: float, accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    progress = get_own_progress()
+    path = str(result or output_dir or "")  # the result counts: accelerate may name the folder itself
+    if progress is not None and progress.step and path:
+        progress.record_checkpoint(path, time.monotonic() - began)
 
 
-def _report_save(path: str, seconds: float) -> None:
-    progress = get_progress()
-    if progress is not None and not progress.framework and progress.step and path:
-        progress.record_checkpoint(path, seconds)
-
-
-def _report_load(path: str, seconds: float) -> None:
-    """Say that a state was loaded; its step shows in the optimizer's state at the next step."""
-    progress = get_progress()
-    if progress is not None and not progress.framework:
-        progress.note_restore(path, seconds)
+def _report_load(result: Any, began: float, accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Say that a state was loaded; its step shows at the next step."""
+    progress = get_own_progress()
+    if progress is not None:
+        progress.note_restore(str(input_dir or ""), time.monotonic() - began)

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 from . import checkpoints, heartbeat
+from .guard import guarded
 from .progress import Progress, get_progress
 from .rank import Rank, read_json, write_json
 from .stop_step import EXIT_STOPPED, StopStep
+from .torch_data import guard_workers
 
 FRAMEWORK = "attach"
 _FOLDER, _STEP_FOLDER = "program-checkpoints", r"step-(\d+)"
@@ -46,22 +48,28 @@ def attach(
 
 
 class Job:
-    """The loop of a program.
+    """The loop of a program: :meth:`steps`, or :meth:`resume`, :meth:`end_step` and :meth:`finish` where it has others.
 
     Attributes:
         step: steps done, those of earlier attempts included.
+        should_stop: whether all ranks have saved after this step in order to stop.
     """
 
     def __init__(
         self, save: Callable[[str], object], load: Callable[[str], object], every: int, keep: int, folder: str
     ) -> None:
         self.step = 0
+        self.should_stop = False
         self._save, self._load, self._every, self._keep = save, load, every, keep
         self._progress = get_progress()
         self._rank = self._progress.rank if self._progress is not None else _rank_outside_run()
+        self._stop = StopStep(self._rank)
         self._folder = os.path.abspath(folder or os.path.join(self._rank.run_dir, _FOLDER))
         self._training = checkpoints.begin_training(FRAMEWORK)
+        self._saved_step = 0
         self._is_started = False
+        if self._progress is not None:
+            guarded(guard_workers)()
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the steps that are left of ``total``, from 0 on; between two of them, save or stop.
@@ -72,34 +80,64 @@ class Job:
         Raises:
             RuntimeError: called twice.
         """
-        if self._is_started:
-            raise RuntimeError("job.steps was called before: a process has one loop of steps")
-        self._is_started = True
-        self._resume()
-        progress, stop = self._progress, StopStep(self._rank)
-        if progress is not None:
-            progress.framework, progress.step = FRAMEWORK, self.step
-            stop.offer(FRAMEWORK)
-            progress.begin()
-        saved = self.step
+        self.resume()
         while self.step < total:
             yield self.step
-            self.step += 1
-            if progress is not None:
-                progress.end_step(self.step)
-                if stop.is_reached(self.step):
-                    progress.record_stop(self.step)
-                    self._write(progress, "stop")
-                    progress.close()
-                    sys.exit(EXIT_STOPPED)
-            if self._every and self.step % self._every == 0:
-                self._write(progress, "interval")
-                saved = self.step
-        if self._every and saved < self.step:
-            self._write(progress, "end")
+            self.end_step()
+            if self.should_stop:
+                sys.exit(EXIT_STOPPED)
+        self.finish()
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint, if there is one, before the loop; return the steps that are done.
+
+        Raises:
+            RuntimeError: called twice, or after :meth:`steps`.
+        """
+        if self._is_started:
+            raise RuntimeError("this job has started before: a process has one loop of steps")
+        self._is_started = True
+        progress = self._progress
         if progress is not None:
-            stop.withdraw()
-            progress.finish()
+            progress.framework = FRAMEWORK
+        self._load_newest()
+        self._saved_step = self.step
+        if progress is not None:
+            progress.step = self.step
+            self._stop.offer(FRAMEWORK)
+            progress.begin()
+        return self.step
+
+    def end_step(self) -> None:
+        """Count a step as done, on every rank, and save after it if one is due.
+
+        When the ranks have agreed to stop after it, they save and :attr:`should_stop` is True: leave the loop and the
+        program then. A loop that goes on ends at its next step, with exit code 75.
+        """
+        if self.should_stop:
+            sys.exit(EXIT_STOPPED)
+        self.step += 1
+        progress = self._progress
+        if progress is not None:
+            progress.end_step(self.step)
+            if self._stop.is_reached(self.step):
+                progress.record_stop(self.step)
+                self._write(progress, "stop")
+                progress.close()
+                self.should_stop = True
+                return
+        if self._every and self.step % self._every == 0:
+            self._write(progress, "interval")
+
+    def finish(self) -> None:
+        """Say that the loop is over, and save once more with ``every``. Call it after the last step."""
+        if self.should_stop:
+            return
+        if self._every and self._saved_step < self.step:
+            self._write(self._progress, "end")
+        if self._progress is not None:
+            self._stop.withdraw()
+            self._progress.finish()
 
     def log(self, **values: float) -> None:
         """Report numbers of the current step, such as ``loss=…``: they are in the run's metrics and reports.
@@ -109,7 +147,7 @@ class Job:
         if self._progress is not None:
             self._progress.log_next(values)
 
-    def _resume(self) -> None:
+    def _load_newest(self) -> None:
         began = time.monotonic()
         # COMPLETE.json says that they are whole; what is in them is the program's.
         path = checkpoints.choose(self._rank, self._training, self._list_whole, lambda _: "")
@@ -132,6 +170,7 @@ class Job:
             progress.enter(heartbeat.CHECKPOINT)
         os.makedirs(path, exist_ok=True)
         self._save(path)
+        self._saved_step = self.step
         rank = self._rank
         write_json(os.path.join(path, f"saved-{rank.rank}.json"), {"step": self.step, "attempt": rank.attempt})
         if rank.rank == 0:

@@ -79,14 +79,26 @@ def _is_whole(path: str, check: Callable[[str], str]) -> bool:
 
 def list_saved(rank: Rank, training: str | None = None) -> list[str]:
     """Return the checkpoints that a training, or any of the run, has saved in earlier attempts, newest first."""
-    paths = []
+    return [path for path, source, _ in _read_saved(rank) if training is None or source == training]
+
+
+def find_step(rank: Rank, path: str) -> int:
+    """Return the steps that were done when an earlier attempt saved ``path``; 0 if none has."""
+    return next((step for saved, _, step in _read_saved(rank) if saved == path), 0)
+
+
+def _read_saved(rank: Rank) -> list[tuple[str, str, int]]:
+    """Return path, training and step of the checkpoints of earlier attempts, newest first."""
+    saved: dict[str, tuple[str, str, int]] = {}
     for attempt in range(1, rank.attempt):
         events = os.path.join(rank.run_dir, "attempts", str(attempt), "events", "hooks-rank-0.jsonl")
         for event in _read_lines(events):
-            is_listed = training is None or event.get("source") == training
-            if event.get("event") == "checkpoint" and is_listed and event.get("path"):
-                paths.append(str(event["path"]))
-    return list(dict.fromkeys(reversed(paths)))
+            path = str(event.get("path") or "")
+            if event.get("event") in ("checkpoint", "checkpoint_overwriting"):
+                saved.pop(path, None)  # a newer one comes last
+            if event.get("event") == "checkpoint" and path:
+                saved[path] = (path, str(event.get("source") or ""), int(event.get("step") or 0))
+    return list(reversed(saved.values()))
 
 
 def _read_lines(path: str) -> list[dict[str, Any]]:

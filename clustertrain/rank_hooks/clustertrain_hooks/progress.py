@@ -7,9 +7,9 @@ import multiprocessing
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, Callable
 
-from . import heartbeat
+from . import checkpoints, heartbeat
 from .guard import guarded
 from .heartbeat import Heartbeat
 from .rank import Rank, find_rank
@@ -77,10 +77,11 @@ class Progress:
         totals = self._records.totals if self._records is not None else {}
         self._sum_step_s = float(totals.get("sum_step_s", 0.0))
         self._sum_data_wait_s = float(totals.get("sum_data_wait_s", 0.0))
-        atexit.register(guarded(self._flush_row))  # before that of the records, which was registered earlier
+        atexit.register(guarded(self._flush_at_exit))  # before that of the records, which was registered earlier
         self._excluded_s = 0.0
         self._committed_step: int | None = None
         self._restored: tuple[str, float] | None = None
+        self._watched: list[Callable[[], bool]] = []
 
     def begin(self) -> None:
         """Report that the first step begins after ``self.step`` steps."""
@@ -100,6 +101,7 @@ class Progress:
     def end_step(self, step: int) -> None:
         """Report that ``step`` optimizer steps are done."""
         now = time.monotonic()
+        self._poll_watched()
         self._flush_row()
         step_s = None if self._began is None else max(0.0, now - self._began - self._excluded_s)
         if not self.wrote_row:
@@ -151,13 +153,36 @@ class Progress:
         ``source``: which training of the program saved it, as ``checkpoints.begin_training`` names it.
         """
         self.exclude(stall_s)
-        self._committed_step = self.step
+        self._write_checkpoint(path, self.step, time.monotonic() - stall_s, stall_s, stall_s, reason, source)
+        self.enter(heartbeat.TRAIN)
+
+    def record_late_checkpoint(self, path: str, step: int, began: float, *, stall_s: float, save_s: float) -> None:
+        """Report that a save in the background, which began after ``step`` steps at ``began`` (monotonic, s), is whole.
+
+        ``stall_s``: how long the program waited for it.
+        """
+        self._write_checkpoint(path, step, began, stall_s, save_s, "interval", "")
+
+    def _write_checkpoint(
+        self, path: str, step: int, began: float, stall_s: float, save_s: float, reason: str, source: str
+    ) -> None:
+        self._committed_step = step
         self._write_event(
-            "checkpoint", t_begin=time.time() - stall_s, step=self.step, stall_s=stall_s, save_s=stall_s,
+            "checkpoint", t_begin=time.time() - (time.monotonic() - began), step=step, stall_s=stall_s, save_s=save_s,
             reason=reason, path=os.path.abspath(path), source=source,
         )  # fmt: skip
         self._write_state()
-        self.enter(heartbeat.TRAIN)
+
+    def record_overwriting(self, path: str) -> None:
+        """Report that a save into the folder of an earlier checkpoint begins: until its end, neither is whole."""
+        self._write_event("checkpoint_overwriting", step=self.step, path=path)
+
+    def watch(self, report_if_done: Callable[[], bool]) -> None:
+        """Call ``report_if_done`` at the end of each step, and at the exit, until it returns True."""
+        self._watched.append(report_if_done)
+
+    def _poll_watched(self) -> None:
+        self._watched = [report_if_done for report_if_done in self._watched if not report_if_done()]
 
     def record_restore(self, step: int, path: str, seconds: float) -> None:
         """Report that the program continues at ``step`` with the state in ``path``."""
@@ -166,12 +191,17 @@ class Progress:
 
     def note_restore(self, path: str, seconds: float) -> None:
         """Note that the program has loaded ``path``, whose step is not known before the next step."""
-        self._restored = (path, seconds)
+        self._restored = (os.path.abspath(path) if path else "", seconds)
 
     def begin_at(self, step: int) -> None:
-        """Report the steps that an earlier attempt had done, as the state of the optimizer shows."""
+        """Report the steps that an earlier attempt had done: those of the checkpoint, or ``step``.
+
+        ``step``: what the state of the optimizer shows, which not every optimizer counts.
+        """
+        path, seconds = self._restored or ("", 0.0)
+        if path:
+            step = checkpoints.find_step(self.rank, path) or step
         if step > 0:
-            path, seconds = self._restored or ("", 0.0)
             self.record_restore(step, path, seconds)
 
     def record_stop(self, step: int) -> None:
@@ -193,6 +223,10 @@ class Progress:
         self._write_state()
         self._is_closed = True
         self._heartbeat.close()
+
+    def _flush_at_exit(self) -> None:
+        self._poll_watched()
+        self._flush_row()
 
     def _flush_row(self) -> None:
         if self._row and self._records is not None:

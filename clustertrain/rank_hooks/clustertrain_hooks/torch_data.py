@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import ModuleType
@@ -19,11 +20,22 @@ from typing import Any
 from .guard import guarded
 from .progress import report_wait
 
+_MODULE = "torch.utils.data.dataloader"
+_is_installed = False
+
 
 def install(module: ModuleType) -> None:
     """Measure and guard the loaders. ``module``: ``torch.utils.data.dataloader``."""
+    global _is_installed  # noqa: PLW0603
+    _is_installed = True
     _measure_waits(module._BaseDataLoaderIter)
     _guard_workers(module._utils.worker)
+
+
+def guard_workers() -> None:
+    """Do so in a program without hooks that stops at an agreed step, if it has imported torch."""
+    if not _is_installed and _MODULE in sys.modules:
+        install(sys.modules[_MODULE])
 
 
 def _measure_waits(iterator: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from types import ModuleType
 from typing import Any
@@ -9,10 +10,33 @@ from typing import Any
 from .guard import guarded
 from .progress import get_progress
 
+_is_initializing = False
+
 
 def install(module: ModuleType) -> None:
     """Count the steps of optimizers from now on. ``module``: ``torch.optim.optimizer``."""
     module.register_optimizer_step_post_hook(_StepCounter().count)
+
+
+def install_initialization(module: Any) -> None:
+    """Leave out a step that is none. ``module``: ``torch.distributed.checkpoint.state_dict``.
+
+    Its functions fill the state of a new optimizer by a step with a learning rate of 0.
+    """
+    original = getattr(module, "_init_optim_state", None)
+    if original is None:  # it is not public
+        return
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        global _is_initializing  # noqa: PLW0603
+        _is_initializing = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _is_initializing = False
+
+    module._init_optim_state = initialize
 
 
 class _StepCounter:
@@ -24,7 +48,7 @@ class _StepCounter:
 
     def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         progress = get_progress()
-        if progress is None or progress.framework:
+        if progress is None or progress.framework or _is_initializing:
             return
         counted = self._counted() if self._counted is not None else None
         if counted is None:

@@ -8,21 +8,23 @@ import re
 import sys
 import time
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable
 
 from . import checkpoints, heartbeat
 from .guard import guarded
 from .progress import Progress, get_progress
+from .rank import Rank
 from .stop_step import EXIT_STOPPED, StopStep
+from .torch_data import guard_workers
 
 FRAMEWORK = "transformers"
 _CHECKPOINT = r"checkpoint-(\d+)"
-_CALLBACK = "ClusterTrainCallback"
 
 
 def install(module: ModuleType) -> None:
     """Hook ``Trainer.train``. ``module``: ``transformers.trainer``."""
-    trainer_class, callback_class = module.Trainer, module.TrainerCallback
+    trainer_class = module.Trainer
+    callback_class = type("ClusterTrainCallback", (TrainReports, module.TrainerCallback), {})
     original = trainer_class.train
     prepare = guarded(_prepare)
 
@@ -35,16 +37,17 @@ def install(module: ModuleType) -> None:
 
 
 def _prepare(trainer: Any, callback_class: type, requested: Any) -> tuple[Any] | None:
-    """Add the callback to ``trainer``; return its ``resume_from_checkpoint``, None outside a run."""
+    """Give ``trainer`` a callback; return its ``resume_from_checkpoint``, None outside a run."""
     progress = get_progress()
     if progress is None:
         return None
-    began, training = time.monotonic(), checkpoints.begin_training(FRAMEWORK)
-    path = _choose_checkpoint(trainer, progress, training, requested)
-    for callback in list(trainer.callback_handler.callbacks):
-        if type(callback).__name__ == _CALLBACK:  # of an earlier call
-            trainer.remove_callback(callback)
-    trainer.add_callback(build_callback(callback_class, progress, training, path, began))
+    callback = next((c for c in trainer.callback_handler.callbacks if isinstance(c, TrainReports)), None)
+    if callback is None:
+        callback = callback_class()
+        trainer.add_callback(callback)
+    if callback.is_ready:  # the program has called find_checkpoint, and passes the checkpoint itself
+        return (requested,)
+    path = callback.get_ready(progress, lambda training: _choose_checkpoint(trainer, progress, training, requested))
     if path is None and requested is True:
         print("clustertrain: resume_from_checkpoint=True, and there is no checkpoint yet: from the start", flush=True)
         return (None,)
@@ -56,6 +59,11 @@ def _choose_checkpoint(trainer: Any, progress: Progress, training: str, requeste
     if requested is True:  # the newest one, whoever wrote it
         numbered = checkpoints.list_numbered(trainer.args.output_dir, _CHECKPOINT)
         return checkpoints.choose(rank, training, lambda: numbered, _find_problem)
+    return _choose_saved(rank, training)
+
+
+def _choose_saved(rank: Rank, training: str) -> str | None:
+    """Return the newest checkpoint of this training in the run from which it can continue; None without one."""
     if rank.attempt == 1:
         return None
     return checkpoints.choose(rank, training, lambda: checkpoints.list_saved(rank, training), _find_resume_problem)
@@ -76,85 +84,123 @@ def _find_resume_problem(folder: str) -> str:
     return problem
 
 
-def build_callback(
-    callback_class: type, progress: Progress, training: str, resumed_from: str | None, began: float
-) -> Any:
-    """Return a callback for one call of ``Trainer.train``.
+def _in_run(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``method`` with the progress of this process during a training in a run, and do nothing otherwise."""
+    guarded_method = guarded(method)
 
-    Args:
-        callback_class: ``transformers.TrainerCallback``.
-        training: its name from ``checkpoints.begin_training``.
-        resumed_from: the checkpoint that ``train`` loads.
-        began: when ``train`` was called (monotonic, s).
+    @functools.wraps(method)
+    def call(self: TrainReports, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return None if self._progress is None else guarded_method(self, self._progress, args, state, control, **kwargs)
+
+    return call
+
+
+class TrainReports:
+    """What a ``transformers.TrainerCallback`` does in a run: it reports steps and saves, and stops at the agreed step.
+
+    Outside a run it does nothing.
+
+    Attributes:
+        is_ready: whether the checkpoint of the next call of ``train`` has been chosen.
     """
-    stop = StopStep(progress.rank)
 
-    class ClusterTrainCallback(callback_class):  # type: ignore[misc]
-        """Reports steps and saves to clustertrain, and stops at the step that the ranks have agreed on."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+        self._progress: Progress | None = None  # during a call of train in a run
+        self._stop: Any = None
+        self._training = ""
+        self._resumed_from: str | None = None
+        self._began = self._mark = 0.0
+        self._is_stopping = False
+        if get_progress() is not None:
+            guarded(guard_workers)()
 
-        def __init__(self) -> None:
-            self._mark = began
-            self._is_stopping = False
+    def find_checkpoint(self) -> str | None:
+        """Return the newest whole checkpoint of the run from which the next ``train`` continues; None without one.
 
-        @guarded
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            progress.framework = FRAMEWORK
-            if resumed_from:
-                progress.record_restore(state.global_step, resumed_from, time.monotonic() - began)
-            progress.step = state.global_step
-            stop.offer(FRAMEWORK)
-            progress.begin()
+        All ranks get the same one. A program that calls ``train`` several times calls this before each.
+        """
+        progress = get_progress()
+        if progress is None:
+            return None
+        return self.get_ready(progress, lambda training: _choose_saved(progress.rank, training))
 
-        @guarded
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            progress.end_step(state.global_step)
-            if stop.is_reached(state.global_step):
-                self._is_stopping = True
-                control.should_save, control.should_training_stop = True, True
-                control.should_evaluate = False  # it comes before the save, and may outlast the grace time
-                # A whole checkpoint, and the older ones are removed in the next attempt.
-                args.save_only_model, args.save_total_limit = False, None
-                progress.record_stop(state.global_step)
-            self._enter_phase(control)
-            return control
+    def get_ready(self, progress: Progress, choose: Callable[[str], str | None]) -> str | None:
+        """Begin a training; return its checkpoint, which ``choose`` returns for its name."""
+        self._training, self._began = checkpoints.begin_training(FRAMEWORK), time.monotonic()
+        self._progress, self._stop = progress, StopStep(progress.rank)
+        self._mark, self._is_stopping = self._began, False
+        self._resumed_from = choose(self._training)
+        self.is_ready = True
+        return self._resumed_from
 
-        @guarded
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._enter_phase(control)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        progress = get_progress()
+        if progress is not None and not self.is_ready:
+            self.get_ready(progress, lambda _: None)
+        self.is_ready = False
+        self._begin(args, state, control)
 
-        def _enter_phase(self, control: Any) -> None:
-            self._mark = time.monotonic()
-            progress.enter(
-                heartbeat.EVALUATION if control.should_evaluate
-                else heartbeat.CHECKPOINT if control.should_save
-                else heartbeat.TRAIN
-            )  # fmt: skip
+    @_in_run
+    def _begin(self, progress: Progress, args: Any, state: Any, control: Any) -> None:
+        progress.framework = FRAMEWORK
+        if self._resumed_from and state.global_step:
+            progress.record_restore(state.global_step, self._resumed_from, time.monotonic() - self._began)
+        progress.step = state.global_step
+        self._stop.offer(FRAMEWORK)
+        progress.begin()
 
-        @guarded
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            progress.record_evaluation(time.monotonic() - self._mark)
-            self._mark = time.monotonic()
+    @_in_run
+    def on_step_end(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        progress.end_step(state.global_step)
+        if self._stop.is_reached(state.global_step):
+            self._is_stopping = True
+            control.should_save, control.should_training_stop = True, True
+            control.should_evaluate = False  # it comes before the save, and may outlast the grace time
+            # A whole checkpoint, and the older ones are removed in the next attempt.
+            args.save_only_model, args.save_total_limit = False, None
+            progress.record_stop(state.global_step)
+        self._enter_phase(progress, control)
+        return control
 
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._report_save(f"{args.output_dir}/checkpoint-{state.global_step}")
-            if self._is_stopping:
-                # Code after train() is for a training that is done.
-                sys.exit(EXIT_STOPPED)
+    @_in_run
+    def on_epoch_end(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._enter_phase(progress, control)
 
-        @guarded
-        def _report_save(self, path: str) -> None:
-            reason = "stop" if self._is_stopping else "interval"
-            progress.record_checkpoint(path, time.monotonic() - self._mark, reason, training)
-            if self._is_stopping:
-                progress.close()
+    def _enter_phase(self, progress: Progress, control: Any) -> None:
+        self._mark = time.monotonic()
+        progress.enter(
+            heartbeat.EVALUATION if control.should_evaluate
+            else heartbeat.CHECKPOINT if control.should_save
+            else heartbeat.TRAIN
+        )  # fmt: skip
 
-        @guarded
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            progress.log(logs or {})
+    @_in_run
+    def on_evaluate(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        progress.record_evaluation(time.monotonic() - self._mark)
+        self._mark = time.monotonic()
 
-        @guarded
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            stop.withdraw()
-            progress.finish()
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._report_save(args, state, control)
+        if self._is_stopping:
+            # Code after train() is for a training that is done.
+            sys.exit(EXIT_STOPPED)
 
-    return ClusterTrainCallback()
+    @_in_run
+    def _report_save(self, progress: Progress, args: Any, state: Any, control: Any) -> None:
+        path = f"{args.output_dir}/checkpoint-{state.global_step}"
+        reason = "stop" if self._is_stopping else "interval"
+        progress.record_checkpoint(path, time.monotonic() - self._mark, reason, self._training)
+        if self._is_stopping:
+            progress.close()
+
+    @_in_run
+    def on_log(self, progress: Progress, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        progress.log(logs or {})
+
+    @_in_run
+    def on_train_end(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop.withdraw()
+        progress.finish()
+        self._progress = None

@@ -158,8 +158,13 @@ def _peel_mpi(program: Program, rest: list[str]) -> None:
     program.warnings.append("ranks get RANK, LOCAL_RANK and WORLD_SIZE, and not the variables of MPI")
 
 
-def read_launcher(program: Program) -> None:
+def read_launcher(program: Program, *, is_wrapped: bool = False) -> None:
     """Replace torchrun, deepspeed or accelerate launch in ``program`` by what submit takes.
+
+    A launcher that passes the local rank to the script stays, without its sizes: ``submit`` does so in its place.
+
+    Args:
+        is_wrapped: another command stands before the launcher, so ``submit`` would not find it.
 
     Raises:
         UsageError: an option cannot be honored.
@@ -173,9 +178,9 @@ def read_launcher(program: Program) -> None:
         head = program.words[: len(program.words) - len(arguments)]
         program.words = [*head, *_read_accelerate(program, arguments)]
     elif name == "torchrun":
-        program.words = _read_torchrun(program, arguments)
+        program.words = _read_torchrun(program, arguments, is_wrapped)
     elif name == "deepspeed":
-        program.words = _read_deepspeed(program, arguments)
+        program.words = _read_deepspeed(program, arguments, is_wrapped)
     elif name in WRAPPERS:
         _read_wrapped(program)
 
@@ -186,22 +191,25 @@ def _beside(program: Program) -> str:
     return program.words[0] if is_python(path.name) else str(path.with_name("python"))
 
 
-def _read_torchrun(program: Program, arguments: list[str]) -> list[str]:
-    python = _beside(program)
-    passes_local_rank = "torch.distributed.launch" in program.words and not {"--use_env", "--use-env"} & set(arguments)
+def _read_torchrun(program: Program, arguments: list[str], is_wrapped: bool) -> list[str]:
+    python, head = _beside(program), program.words[: len(program.words) - len(arguments)]
     sizes, kinds, rest = parse_torchrun(arguments)
+    passes_local_rank = "torch.distributed.launch" in head and "use-env" not in kinds
     _check_program("torchrun", rest)
     program.launcher = "torchrun"
     program.replaced.append("torchrun and its options")
     program.ranks_per_node = _number(sizes.get("nproc-per-node"))
     program.nodes = _number(sizes.get("nnodes"))
+    if passes_local_rank and not is_wrapped:
+        return [*head, *(f"--{kind}" for kind in sorted(kinds)), *rest]
     if passes_local_rank:
         program.warnings.append("torch.distributed.launch passes --local-rank; here LOCAL_RANK is in the environment")
     return rest if "no-python" in kinds else [python, *(["-m"] if "module" in kinds else []), *rest]
 
 
-def _read_deepspeed(program: Program, arguments: list[str]) -> list[str]:
+def _read_deepspeed(program: Program, arguments: list[str], is_wrapped: bool) -> list[str]:
     python, rest, flags = _beside(program), list(arguments), set[str]()
+    head = program.words[: len(program.words) - len(arguments)]
     short = {"H": "hostfile", "i": "include", "e": "exclude"}
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
@@ -226,6 +234,8 @@ def _read_deepspeed(program: Program, arguments: list[str]) -> list[str]:
     _check_program("deepspeed", rest)
     program.launcher = "deepspeed"
     program.replaced.append("deepspeed and its options")
+    if "no-local-rank" not in flags and not is_wrapped:
+        return [*head, *(f"--{flag.replace('-', '_')}" for flag in ("module", "no-python") if flag in flags), *rest]
     if "no-local-rank" not in flags:
         program.warnings.append("deepspeed passes --local_rank to the script; here LOCAL_RANK is in the environment")
     return rest if "no-python" in flags else [python, *(["-m"] if "module" in flags else []), *rest]
@@ -262,7 +272,7 @@ def _read_wrapped(program: Program) -> None:
     is_launcher = [PurePath(word).name in ("torchrun", "deepspeed", "accelerate") or is_python(word) for word in words]
     index = is_launcher.index(True) if True in is_launcher else len(words)
     inner = Program(words[index:])
-    read_launcher(inner)
+    read_launcher(inner, is_wrapped=True)
     if inner.launcher == "accelerate launch":
         raise UsageError(
             f"accelerate launch behind {program.name}: its configuration cannot be read from here",

@@ -63,7 +63,7 @@ COMMANDS = {
     "chain": "python train.py --resume auto",
     "conda": "python train.py --config 'configs/a b.yaml'",
     "cpu": "python train.py --backend gloo",
-    "deepspeed": "python train.py --deepspeed --deepspeed_config ds.json",
+    "deepspeed": "deepspeed train.py --deepspeed --deepspeed_config ds.json",
     "heredoc": "python -m package.train --config config.yaml",
     "megatron": "python train.py --num-layers 24 --hidden-size 1024 --seq-length 2048"
     ' --data-path "$SCRATCH"/corpus --split 949,50,1 --lr "${LR:-1.5e-4}" \'$@\'',
@@ -169,7 +169,6 @@ def test_profile_has_set_up_and_environment(run_cli: RunCli) -> None:
         ("array", 7, "$SLURM_ARRAY_TASK_ID", "known only inside the job"),
         ("conda", 14, "conda activate myenv", "submit takes python from the shell in which it is called"),
         ("cpu", 9, "python", "the script requests no GPUs"),
-        ("deepspeed", 10, "deepspeed --hostfile …", "here LOCAL_RANK is in the environment"),
         ("deepspeed", 12, "rm -f $HOSTFILE", "a run executes nothing after it"),
         ("megatron", 8, "${LR:-1.5e-4}", "the shell that gets the submit line expands it"),
         ("megatron", 24, "$@", "an argument or a state of the batch script"),

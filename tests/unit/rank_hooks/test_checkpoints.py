@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
+from clustertrain.rank_hooks.clustertrain_hooks import checkpoints, transformers_trainer
+from clustertrain.rank_hooks.clustertrain_hooks.guard import guarded
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 
 
@@ -113,6 +114,29 @@ def test_error_of_rank_0_does_not_leave_the_others_waiting(tmp_path: Path) -> No
     with pytest.raises(KeyError):
         checkpoints.choose(ranks[0], "training", lambda: {}["folder"])
     assert checkpoints.choose(ranks[1], "training", list) is None
+
+
+def test_rank_0_that_chooses_nothing_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error would turn the hook off, and this rank would start at another step than rank 0."""
+    monkeypatch.setattr(checkpoints, "_CHOICE_PATIENCE_S", 0.2)
+    (tmp_path / "attempts" / "2").mkdir(parents=True)
+    rank = Rank(rank=1, world_size=2, attempt=2, run_dir=str(tmp_path), rank_dir=str(tmp_path))
+    with pytest.raises(SystemExit, match="rank 0 has chosen no checkpoint"):
+        guarded(checkpoints.choose)(rank, "training", list)
+
+
+def test_trainer_resumes_only_from_what_it_can_continue(folder: Path) -> None:
+    assert transformers_trainer._find_resume_problem(str(folder)) == ""
+    (folder / "optimizer.pt").unlink()
+    assert "no state of the optimizer (save_only_model)" in transformers_trainer._find_resume_problem(str(folder))
+    assert (
+        transformers_trainer._find_problem(str(folder)) == ""
+    )  # with resume_from_checkpoint=True the user asks for it
+    (folder / "global_step7").mkdir()  # of deepspeed
+    (folder / "global_step7" / "mp_rank_00_model_states.pt").write_bytes(b"\x80\x02.")
+    assert transformers_trainer._find_resume_problem(str(folder)) == ""
+    (folder / "trainer_state.json").unlink()
+    assert "no trainer_state.json" in transformers_trainer._find_resume_problem(str(folder))
 
 
 def test_only_what_this_training_saved_is_listed(tmp_path: Path) -> None:

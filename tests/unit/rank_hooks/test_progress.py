@@ -49,6 +49,17 @@ def test_second_program_continues_the_sums_in_a_file_of_its_own(tmp_path: Path) 
     assert row["sum_step_s"] == pytest.approx(total + row["step_s"], abs=2e-6)
 
 
+def test_sums_begin_anew_after_a_torn_row(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "attempt-1.jsonl").write_text('{"step":1,"sum_step_s":2.0}\n{"step":2,"sum_st')
+    progress = build_progress(tmp_path)
+    progress.begin()
+    progress.end_step(1)
+    progress.close()
+    (row,) = read_rows(tmp_path, "attempt-1-1.jsonl")
+    assert row["sum_step_s"] == pytest.approx(row["step_s"], abs=2e-6)
+
+
 def test_rows_survive_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = build_progress(tmp_path)
     progress.end_step(1)

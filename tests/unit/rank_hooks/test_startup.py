@@ -70,6 +70,26 @@ def test_module_is_hooked_after_its_import_and_keeps_its_loader(tmp_path: Path) 
     assert done.stdout.split() == ["1", "torch.optim.optimizer", str(package / "optimizer.py")]
 
 
+def test_module_is_hooked_at_the_import_that_succeeds(tmp_path: Path) -> None:
+    """A program may catch an ImportError, set something and import again."""
+    package = tmp_path / "torch" / "optim"
+    package.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "optimizer.py").write_text(
+        "import builtins\n"
+        "if not getattr(builtins, 'ready', False): raise ImportError\n"
+        "hooks = []\ndef register_optimizer_step_post_hook(hook): hooks.append(hook)\n"
+    )
+    program = (
+        "import builtins\n"
+        "try: import torch.optim.optimizer\n"
+        "except ImportError: builtins.ready = True\n"
+        "import torch.optim.optimizer as o\nprint(len(o.hooks))"
+    )
+    assert run_python(program, tmp_path, python_path=(tmp_path,)).stdout.split() == ["1"]
+
+
 def test_framework_without_the_hooked_function_is_named_once(tmp_path: Path) -> None:
     package = tmp_path / "transformers"
     package.mkdir()

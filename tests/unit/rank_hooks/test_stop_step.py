@@ -171,6 +171,17 @@ def test_handler_from_before_the_framework_is_put_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) not in (own, frameworks, signal.SIG_DFL)
 
 
+def test_training_in_a_thread_offers_its_stop(tmp_path: Path) -> None:
+    """Only the main thread may set a handler."""
+    rank = Program(tmp_path, 0, 0.0, None)
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=rank.stop.offer, args=("test",))
+    thread.start()
+    thread.join(10)
+    assert rank.rank.read("stops-0.json")["framework"] == "test"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_own_handler_of_the_program_stays(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, own := lambda *_: None)
     Program(tmp_path, 0, 0.0, None).stop.offer("test")

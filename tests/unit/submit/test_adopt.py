@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.submit.adopt.adoption import Adoption, adopt
+from clustertrain.submit.adopt.program import Program, read_launcher
 from clustertrain.submit.adopt.script_file import check_script
 from tests.paths import ROOT
 
@@ -237,3 +238,20 @@ def test_arbitrary_text_raises_only_errors_for_the_user(text: str) -> None:
         assert "\ue000" not in str(e)
         return
     assert adoption.submit and "\ue000" not in adoption.submit + adoption.profile_text
+
+
+@pytest.mark.parametrize(
+    ("command", "expected", "is_asked"),
+    [
+        ("deepspeed --num_gpus 8 --module pkg.train -x", "deepspeed --module pkg.train -x", False),
+        ("deepspeed --no_local_rank --num_gpus 8 train.py", "python train.py", False),
+        ("python -m torch.distributed.launch --nnodes 2 t.py", "python -m torch.distributed.launch t.py", False),
+        ("python -m torch.distributed.launch --use_env t.py", "python t.py", False),
+        ("uv run deepspeed --num_gpus 8 train.py", "uv run python train.py", True),
+    ],
+)
+def test_launcher_that_passes_the_local_rank_stays(command: str, expected: str, is_asked: bool) -> None:
+    program = Program(command.split())
+    read_launcher(program)
+    assert " ".join(program.words) == expected
+    assert any("LOCAL_RANK is in the environment" in warning for warning in program.warnings) == is_asked

@@ -62,12 +62,61 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
         (("torchrun", "--nnodes"), "the value is missing"),
         (("torchrun", "--nnodes=1"), "no program after its options"),
         (("mpirun", "-n", "4", "x"), "a launcher that clustertrain replaces"),
-        (("/usr/bin/deepspeed", "x.py"), "a launcher that clustertrain replaces"),
+        (("deepspeed", "--include", "a:0,1", "x.py"), "deepspeed --include: cannot be honored"),
+        (("deepspeed", "-e", "a:0", "x.py"), "deepspeed --exclude: cannot be honored"),
+        (("deepspeed", "--bind_cores_to_rank", "x.py"), "--bind_cores_to_rank: cannot be honored"),
+        (("deepspeed", "--bogus", "x.py"), "--bogus: not an option of deepspeed"),
+        (("deepspeed", "--num_gpus=4", "x.py"), "--gpus 2 contradicts deepspeed, which was given 4"),
+        (("deepspeed", "--num_gpus"), "the value is missing"),
+        (("deepspeed", "--num_gpus", "2"), "no script after its options"),
+        (("deepspeed", "--hostfile", "/missing/hosts", "x.py"), "no such file"),
     ],
 )
 def test_what_cannot_be_honored_is_refused_by_name(command: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace_launcher(request(*command, gpus=2))
+
+
+DEEPSPEED = {
+    ("deepspeed", "train.py", "--deepspeed", "ds.json"): "python -u train.py --local_rank --deepspeed ds.json",
+    ("/env/bin/deepspeed", "--no_local_rank", "train.py"): "/env/bin/python -u train.py",
+    ("deepspeed", "--module", "--master_port", "1", "pkg.train", "-x"): "python -u -m pkg.train --local_rank -x",
+    ("deepspeed", "-q", "--no_python", "--launcher=slurm", "./run"): "./run --local_rank",
+    ("python", "-m", "deepspeed.launcher.runner", "train.py"): "python -u train.py --local_rank",
+    ("python", "-m", "torch.distributed.launch", "train.py", "-x"): "python train.py --local-rank -x",
+}
+
+
+@pytest.mark.parametrize("command", DEEPSPEED)
+def test_launcher_that_passes_the_local_rank_is_replaced(command: tuple[str, ...]) -> None:
+    translated = replace_launcher(request(*command)).request
+    assert " ".join(translated.command) == DEEPSPEED[command]
+    index = translated.local_rank_index
+    assert [i for i, word in enumerate(translated.command) if word.startswith("--local")] == ([index] if index else [])
+
+
+def test_hosts_and_environment_of_deepspeed_are_the_job_s(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# nodes\nworker-0 slots=8\n\nworker-1 slots=8\n")
+    (tmp_path / ".deepspeed_env").write_text("NCCL_IB_HCA=mlx5_0,mlx5_1\nUCX_TLS=rc=x\n")
+
+    def translate(*options: str) -> SubmitRequest:
+        command = ("deepspeed", "--hostfile", "hosts", *options, "train.py")
+        plain = SubmitRequest(command=command, cwd=tmp_path, environ={"HOME": "/missing"}, env={"UCX_TLS": "mine"})
+        return replace_launcher(plain).request
+
+    assert translate().job == {"nodes": 2, "gpus": 8}
+    assert translate("--num_nodes", "1", "--num_gpus", "-1").job == {"nodes": 1, "gpus": 8}
+    assert translate().env == {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "UCX_TLS": "mine"}
+    (tmp_path / "hosts").write_text("worker-0 slots=8\nworker-1 slots=4\n")
+    with pytest.raises(UsageError, match=r"different numbers of slots \(8, 4\)"):
+        translate()
+    (tmp_path / "hosts").write_text("worker-0 8\n")
+    with pytest.raises(UsageError, match="not a line of a hostfile: worker-0 8"):
+        translate()
+    (tmp_path / "hosts").write_text("worker-0 slots=8\n")
+    (tmp_path / ".deepspeed_env").write_text("export A=1\n")
+    with pytest.raises(UsageError, match="not a variable: export A=1"):
+        translate()
 
 
 @pytest.fixture
