@@ -34,6 +34,7 @@ LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
 RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # CPUs of each local rank, such as `0,1;2,3`, if ranks are bound to CPUs
 CHECKPOINT = "CLUSTERTRAIN_CHECKPOINT"  # newest whole checkpoint that the hooks of a command have seen
 LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # pid of torchrun, the parent of each rank
+WRAP_PID = "CLUSTERTRAIN_WRAP_PID"  # pid of `clustertrain wrap`, with which its agent ends
 INTERNAL = frozenset(
     {
         RUN_DIR,
@@ -48,6 +49,7 @@ INTERNAL = frozenset(
         RANK_CPUS,
         CHECKPOINT,
         LAUNCHER_PID,
+        WRAP_PID,
         WEBHOOK,
     }
 )
@@ -59,6 +61,9 @@ SLURM_JOB_ID = "SLURM_JOB_ID"
 SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
 SLURM_JOB_PARTITION = "SLURM_JOB_PARTITION"
 SLURM_NODEID = "SLURM_NODEID"
+SLURM_PROCID = "SLURM_PROCID"
+SLURM_LOCALID = "SLURM_LOCALID"
+SLURM_STEP_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
 SLURMD_NODENAME = "SLURMD_NODENAME"
 SLURM_ARRAY_JOB_ID = "SLURM_ARRAY_JOB_ID"
 SLURM_ARRAY_TASK_ID = "SLURM_ARRAY_TASK_ID"

@@ -424,6 +424,8 @@ def _wait_briefly(child: Any) -> None:
 def main() -> int:
     """Run ``clustertrain agent``, which srun or the local step starts once per node."""
     signals = Signals()
+    if settings.WRAP_PID in os.environ:
+        proc.set_parent_death_signal(int(os.environ[settings.WRAP_PID]))
     proc.become_subreaper()
     try:
         context = load_node_context(os.environ)

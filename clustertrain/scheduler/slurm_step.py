@@ -1,0 +1,148 @@
+"""The place of a process in a job step of the user's own, read from the variables that Slurm sets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clustertrain import reading, settings
+from clustertrain.errors import UsageError
+from clustertrain.scheduler import slurm_parse
+from clustertrain.scheduler.slurm import SlurmBackend
+
+# Numbers of the batch script's step and of the shell of `salloc` (slurm.h).
+_SHELL_STEPS = frozenset({"4294967291", "4294967290"})
+_NO_GPU = frozenset({"", "-1", "NoDevFiles", "none", "void"})
+# srun exports its options to the tasks.
+_GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """A task of a job step, which may be the batch script's own."""
+
+    job_id: str
+    cluster: str
+    """Name of the Slurm cluster; empty if unknown."""
+    restart: int
+    """Requeues of the job before this start."""
+    step: str
+    """Name of the step that is unique within this start of the job."""
+    nodes: tuple[str, ...]
+    """Nodes of the step, in the order of their node ranks."""
+    node_rank: int
+    local_rank: int
+    """Number of the task on its node."""
+    tasks_per_node: int
+    num_gpus: int | None
+    """GPUs that the task sees; None if Slurm names none."""
+
+    @property
+    def node(self) -> str:
+        return self.nodes[self.node_rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the task that decides about the run."""
+        return self.node_rank == self.local_rank == 0
+
+
+def is_printing_task(environ: Mapping[str, str]) -> bool:
+    """Return whether this task prints what all tasks of the step would print."""
+    return environ.get(settings.SLURM_PROCID, "0") == "0"
+
+
+def read_step_task(environ: Mapping[str, str]) -> StepTask:
+    """Return the place of this process.
+
+    Raises:
+        UsageError: it is not in a job, not in a step although the job has several nodes, or its step has a layout in
+            which the first task of a node cannot start all ranks of the node.
+    """
+    job_id = SlurmBackend().current_job_id(environ)
+    if job_id is None:
+        raise UsageError("not inside a Slurm job", fix="submit the program: clustertrain submit -- COMMAND")
+    if settings.RUN_DIR in environ:
+        raise UsageError(
+            "inside a run of clustertrain, which already starts the ranks", fix="name the program without it"
+        )
+    if environ.get("SLURM_HET_SIZE", "1") not in ("", "1"):
+        raise UsageError(
+            "the job has several components (a heterogeneous job)", fix="use a job of one component, or submit"
+        )
+    if settings.SLURM_PROCID not in environ:
+        raise UsageError("not a task of the job", fix="put srun before it: srun clustertrain wrap -- COMMAND")
+    in_shell = environ.get("SLURM_STEP_ID", "") in {"", *_SHELL_STEPS}
+    nodes = slurm_parse.expand_nodes(environ.get("SLURM_JOB_NODELIST" if in_shell else "SLURM_STEP_NODELIST", ""))
+    if in_shell and len(nodes) > 1:
+        raise UsageError(
+            f"the job has {len(nodes)} nodes, and this is a process of its batch script, on one of them",
+            fix="put srun before it: srun --ntasks-per-node=1 clustertrain wrap -- COMMAND",
+        )
+    names = (settings.SLURM_PROCID, settings.SLURM_NODEID, settings.SLURM_LOCALID)
+    rank, node_rank, local_rank = (_read_number(environ, name) for name in names)
+    if node_rank >= len(nodes) or (rank == 0) != (node_rank == local_rank == 0):
+        raise UsageError("the first task is not on the first node of the step", fix="remove srun's --distribution")
+    task = StepTask(
+        job_id=job_id,
+        cluster=environ.get("SLURM_CLUSTER_NAME", ""),
+        restart=_read_number(environ, settings.SLURM_RESTART_COUNT),
+        step="batch" if in_shell else f"{environ['SLURM_STEP_ID']}-{environ.get('SLURM_STEP_LAUNCHER_PORT', '0')}",
+        nodes=nodes,
+        node_rank=node_rank,
+        local_rank=local_rank,
+        tasks_per_node=1 if in_shell else _read_tasks_per_node(environ),
+        num_gpus=_count_gpus(environ),
+    )
+    _check_binding(task, environ)
+    return task
+
+
+def _read_number(environ: Mapping[str, str], name: str) -> int:
+    value = environ.get(name) or "0"
+    if not reading.is_unsigned_int(value):
+        raise UsageError(f"{name} = {value!r}: not a number", fix="start it with srun")
+    return int(value)
+
+
+def _read_tasks_per_node(environ: Mapping[str, str]) -> int:
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or "1"
+    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    if match is None:
+        raise UsageError(
+            f"the nodes have different numbers of tasks ({text})",
+            fix="give each node the same: srun --ntasks-per-node=N clustertrain wrap -- COMMAND",
+        )
+    return int(match[1])
+
+
+def _count_gpus(environ: Mapping[str, str]) -> int | None:
+    visible = environ.get(settings.CUDA_VISIBLE_DEVICES)
+    if visible is not None:
+        return sum(token.strip() not in _NO_GPU for token in visible.split(","))
+    on_node = environ.get(settings.SLURM_GPUS_ON_NODE, "")
+    return int(on_node) if reading.is_unsigned_int(on_node) else None
+
+
+def _check_binding(task: StepTask, environ: Mapping[str, str]) -> None:
+    """Refuse GPUs that are bound to single tasks: the first task of a node starts the ranks of all."""
+    if task.tasks_per_node == 1:
+        return
+    bound = [name for name in _GPU_BINDING if _binds_gpus(name, environ.get(name, ""))]
+    on_node = environ.get(settings.SLURM_GPUS_ON_NODE, "")
+    sees_part = task.num_gpus is not None and reading.is_unsigned_int(on_node) and task.num_gpus < int(on_node)
+    if not bound and not (sees_part and task.num_gpus != 0):
+        return
+    cause = f"{bound[0]}={environ[bound[0]]}" if bound else f"a task sees {task.num_gpus} of {on_node} GPUs of its node"
+    raise UsageError(
+        f"GPUs are bound to single tasks ({cause}), and the first task of a node starts all ranks of the node",
+        fix="use --gpus-per-node in place of --gpus-per-task, --gpu-bind and the like, or "
+        "srun --ntasks-per-node=1 --gpus-per-task=N clustertrain wrap -- COMMAND",
+    )
+
+
+def _binds_gpus(name: str, value: str) -> bool:
+    if name == "SLURM_TRES_PER_TASK":
+        return "gpu" in value
+    return bool(value) and value.removeprefix("verbose,").removeprefix("quiet,") != "none"
