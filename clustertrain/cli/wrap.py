@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from clustertrain import proc
 from clustertrain.cli.job_options import POSITIVE
 from clustertrain.errors import ClusterTrainError, UsageError
 
@@ -48,16 +49,18 @@ def wrap(
 ) -> int:
     """Run COMMAND as a run inside your own batch script, in place of `srun COMMAND`.
 
-    Write `srun clustertrain wrap -- torchrun train.py`, and submit the script with sbatch as before. The job is requeued
-    after a preemption and at its time limit, and the run resumes; the other commands know it by its job id.
+    Write `srun clustertrain wrap -- torchrun train.py`, and submit the script with sbatch as before. After a preemption
+    and at the time limit the job is requeued, and the run resumes. The other commands find the run by its job id.
     """
-    from clustertrain.scheduler.slurm_step import is_printing_task, read_step_task
+    from clustertrain.scheduler.slurm_step import is_in_step, is_printing_task, read_step_task, start_step
     from clustertrain.submit.code_snapshot import DEFAULT_LIMIT_MIB
     from clustertrain.submit.request import SubmitRequest
 
     try:
         if not command:
             raise UsageError("no command", fix="name the program: srun clustertrain wrap -- COMMAND ARGS")
+        if not is_in_step(os.environ):
+            start_step(os.environ, proc.python_module_argv(sys.executable, "clustertrain", *sys.argv[1:]))
         task = read_step_task(os.environ)
     except ClusterTrainError as e:
         if is_printing_task(os.environ):

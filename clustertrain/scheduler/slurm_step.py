@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
-from clustertrain import reading, settings
+from clustertrain import proc, reading, settings
 from clustertrain.errors import UsageError
 from clustertrain.scheduler import slurm_parse
 from clustertrain.scheduler.slurm import SlurmBackend
@@ -14,13 +15,14 @@ from clustertrain.scheduler.slurm import SlurmBackend
 # Numbers of the batch script's step and of the shell of `salloc` (slurm.h).
 _SHELL_STEPS = frozenset({"4294967291", "4294967290"})
 _NO_GPU = frozenset({"", "-1", "NoDevFiles", "none", "void"})
-# srun exports its options to the tasks.
+# Options of the job and of srun that bind GPUs to tasks; srun 22.05 passes its own ones on in the last of these only.
 _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+_STEP_BINDING = "SLURMD_TRES_BIND"
 
 
 @dataclass(frozen=True)
 class StepTask:
-    """A task of a job step, which may be the batch script's own."""
+    """A task of a job step."""
 
     job_id: str
     cluster: str
@@ -53,33 +55,57 @@ def is_printing_task(environ: Mapping[str, str]) -> bool:
     return environ.get(settings.SLURM_PROCID, "0") == "0"
 
 
-def read_step_task(environ: Mapping[str, str]) -> StepTask:
-    """Return the place of this process.
+def is_in_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process. Only such a process gets Slurm's warnings."""
+    return environ.get("SLURM_STEP_ID", "") not in {"", *_SHELL_STEPS}
+
+
+def start_step(environ: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
+    """Replace this process, which srun has not started, by srun with the command ``argv``.
 
     Raises:
-        UsageError: it is not in a job, not in a step although the job has several nodes, or its step has a layout in
-            which the first task of a node cannot start all ranks of the node.
+        UsageError: it is not in a job, or the job has several nodes.
+        CommandFailed: srun is missing.
     """
+    _check_job(environ)
+    nodes = slurm_parse.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
+    if len(nodes) > 1:
+        raise UsageError(
+            f"the job has {len(nodes)} nodes, and this is a process of its batch script, on one of them",
+            fix="put srun before it: srun --ntasks-per-node=1 clustertrain wrap -- COMMAND",
+        )
+    # As in job.sh: one task with all cores and GPUs of the job.
+    options = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL"]
+    env = {name: value for name, value in environ.items() if name not in _GPU_BINDING}
+    proc.become(["srun", *options, "--cpu-bind=none", *argv], env)
+
+
+def _check_job(environ: Mapping[str, str]) -> str:
+    """Return the id of the job that this process is in."""
     job_id = SlurmBackend().current_job_id(environ)
     if job_id is None:
         raise UsageError("not inside a Slurm job", fix="submit the program: clustertrain submit -- COMMAND")
     if settings.RUN_DIR in environ:
         raise UsageError(
-            "inside a run of clustertrain, which already starts the ranks", fix="name the program without it"
+            "inside a run of clustertrain, which has started the ranks", fix="name the program without clustertrain"
         )
     if environ.get("SLURM_HET_SIZE", "1") not in ("", "1"):
         raise UsageError(
-            "the job has several components (a heterogeneous job)", fix="use a job of one component, or submit"
+            "the job has several components (a heterogeneous job)",
+            fix="use a job of one component, or clustertrain submit -- COMMAND",
         )
-    if settings.SLURM_PROCID not in environ:
-        raise UsageError("not a task of the job", fix="put srun before it: srun clustertrain wrap -- COMMAND")
-    in_shell = environ.get("SLURM_STEP_ID", "") in {"", *_SHELL_STEPS}
-    nodes = slurm_parse.expand_nodes(environ.get("SLURM_JOB_NODELIST" if in_shell else "SLURM_STEP_NODELIST", ""))
-    if in_shell and len(nodes) > 1:
-        raise UsageError(
-            f"the job has {len(nodes)} nodes, and this is a process of its batch script, on one of them",
-            fix="put srun before it: srun --ntasks-per-node=1 clustertrain wrap -- COMMAND",
-        )
+    return job_id
+
+
+def read_step_task(environ: Mapping[str, str]) -> StepTask:
+    """Return the place of this process, which srun has started.
+
+    Raises:
+        UsageError: it is not in a job, or its step has a layout in which the first task of a node cannot start all
+            ranks of the node.
+    """
+    job_id = _check_job(environ)
+    nodes = slurm_parse.expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
     names = (settings.SLURM_PROCID, settings.SLURM_NODEID, settings.SLURM_LOCALID)
     rank, node_rank, local_rank = (_read_number(environ, name) for name in names)
     if node_rank >= len(nodes) or (rank == 0) != (node_rank == local_rank == 0):
@@ -88,11 +114,11 @@ def read_step_task(environ: Mapping[str, str]) -> StepTask:
         job_id=job_id,
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
         restart=_read_number(environ, settings.SLURM_RESTART_COUNT),
-        step="batch" if in_shell else f"{environ['SLURM_STEP_ID']}-{environ.get('SLURM_STEP_LAUNCHER_PORT', '0')}",
+        step=f"{environ.get('SLURM_STEP_ID')}-{environ.get('SLURM_STEP_LAUNCHER_PORT')}",
         nodes=nodes,
         node_rank=node_rank,
         local_rank=local_rank,
-        tasks_per_node=1 if in_shell else _read_tasks_per_node(environ),
+        tasks_per_node=_read_tasks_per_node(environ),
         num_gpus=_count_gpus(environ),
     )
     _check_binding(task, environ)
@@ -129,7 +155,7 @@ def _check_binding(task: StepTask, environ: Mapping[str, str]) -> None:
     """Refuse GPUs that are bound to single tasks: the first task of a node starts the ranks of all."""
     if task.tasks_per_node == 1:
         return
-    bound = [name for name in _GPU_BINDING if _binds_gpus(name, environ.get(name, ""))]
+    bound = [name for name in (*_GPU_BINDING, _STEP_BINDING) if _binds_gpus(name, environ.get(name, ""))]
     on_node = environ.get(settings.SLURM_GPUS_ON_NODE, "")
     sees_part = task.num_gpus is not None and reading.is_unsigned_int(on_node) and task.num_gpus < int(on_node)
     if not bound and not (sees_part and task.num_gpus != 0):
@@ -143,6 +169,6 @@ def _check_binding(task: StepTask, environ: Mapping[str, str]) -> None:
 
 
 def _binds_gpus(name: str, value: str) -> bool:
-    if name == "SLURM_TRES_PER_TASK":
-        return "gpu" in value
-    return bool(value) and value.removeprefix("verbose,").removeprefix("quiet,") != "none"
+    if name in ("SLURM_TRES_PER_TASK", _STEP_BINDING) and "gpu" not in value:
+        return False
+    return bool(value) and not value.endswith("none")

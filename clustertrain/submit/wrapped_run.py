@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import clock, fsio, reading
-from clustertrain.errors import ClusterTrainError, NotFound, UsageError
+from clustertrain import clock, fsio, reading, settings
+from clustertrain.errors import ClusterTrainError, ConfigError, NotFound, UsageError
 from clustertrain.run import attempts, endings, json_files, run_dir
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir, open_run
@@ -55,9 +55,17 @@ class WrappedRun:
     is_complete: bool = False
 
 
-def get_job_folder(task: StepTask) -> Path:
-    """Return the folder with the entries of a job."""
-    return run_dir.wrapped_folder() / re.sub(r"[^\w.-]", "_", f"{task.cluster}-{task.job_id}")
+def make_job_folder(task: StepTask) -> Path:
+    """Return the folder with the entries of a job, which the first process that needs it creates."""
+    folder = run_dir.wrapped_folder() / re.sub(r"[^\w.-]", "_", f"{task.cluster}-{task.job_id}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        raise ConfigError(
+            f"{settings.home()} is not writable: {e.strerror or e}",
+            fix=f"set {settings.HOME} to a folder that you can write, on a file system that all nodes see",
+        ) from e
+    return folder
 
 
 def open_wrapped_run(request: SubmitRequest, task: StepTask, backend: SlurmBackend) -> WrappedRun:
@@ -131,8 +139,7 @@ def _find_start_time(task: StepTask, backend: SlurmBackend) -> float | None:
 
 
 def _load_entries(task: StepTask, start_time: float | None) -> list[Entry]:
-    folder = get_job_folder(task)
-    paths = [path for path in folder.iterdir() if reading.is_unsigned_int(path.stem)] if folder.is_dir() else []
+    paths = [path for path in make_job_folder(task).iterdir() if reading.is_unsigned_int(path.stem)]
     entries = []
     for path in sorted(paths, key=lambda p: int(p.stem)):
         entry = json_files.convert_leniently(fsio.read_json(path), Entry)
@@ -147,11 +154,11 @@ def _load_entries(task: StepTask, start_time: float | None) -> list[Entry]:
 
 
 def _store(task: StepTask, entry: Entry) -> None:
-    fsio.write_json(get_job_folder(task) / f"{entry.number}.json", msgspec.to_builtins(entry))
+    fsio.write_json(make_job_folder(task) / f"{entry.number}.json", msgspec.to_builtins(entry))
 
 
 def _append(task: StepTask, entry: Entry) -> None:
-    folder = get_job_folder(task)
+    folder = make_job_folder(task)
     number = 1
     while not fsio.create_json(folder / f"{number}.json", msgspec.to_builtins(entry)):
         number += 1

@@ -22,7 +22,7 @@ from clustertrain.errors import EXIT_FAILED, ClusterTrainError, UnsuitableEnviro
 from clustertrain.run import json_files, run_dir
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.scheduler.slurm_step import StepTask
-from clustertrain.submit.wrapped_run import get_job_folder
+from clustertrain.submit.wrapped_run import make_job_folder
 
 POLL_S = 1.0
 START_S = RENDEZVOUS_TIMEOUT_S
@@ -42,7 +42,7 @@ class StepStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _start_path(task: StepTask) -> Path:
-    return get_job_folder(task) / f"start-{task.restart}-{task.step}.json"
+    return make_job_folder(task) / f"start-{task.restart}-{task.step}.json"
 
 
 def publish_start(task: StepTask, start: StepStart) -> None:
@@ -57,8 +57,6 @@ def wait_for_start(task: StepTask) -> StepStart:
         UnsuitableEnvironment: the first task has published nothing, or in a folder that this node does not see.
     """
     path, found = _start_path(task), list[StepStart]()
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def try_read() -> bool:
         start = json_files.convert_leniently(fsio.poll_json(path), StepStart)
@@ -68,8 +66,8 @@ def wait_for_start(task: StepTask) -> StepStart:
 
     if not clock.wait_until(try_read, START_S, POLL_S):
         raise UnsuitableEnvironment(
-            f"node {task.node}: the first task, on {task.nodes[0]}, has not started a run in {START_S:g} s, or this node "
-            f"does not see {path}",
+            f"node {task.node}: the first task, on {task.nodes[0]}, has not started a run in {START_S:g} s, or this "
+            f"node does not see {path}",
             fix=f"see its output above; set {settings.HOME} to a filesystem that all nodes mount at the same path",
         )
     return found[0]
