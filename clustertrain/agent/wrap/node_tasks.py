@@ -70,9 +70,12 @@ class NodeTasks:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.sendall(bytes([exit_code & 0xFF]))
-                connection.close()
-        if self._server is not None:
-            self._server.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close all sockets, as the kernel does when this process is killed."""
+        for connection in (*self._connections, *([self._server] if self._server else [])):
+            connection.close()
 
 
 def wait_for_first_task(task: StepTask) -> int:
