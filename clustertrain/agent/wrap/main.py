@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.wrap import node
 from clustertrain.agent.wrap.node_tasks import NodeTasks, wait_for_first_task
 from clustertrain.agent.wrap.rank_output import RankOutput
-from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, ClusterTrainError
+from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.slurm import BATCH_PROCESS_TIMEOUT_S, SlurmBackend
@@ -60,6 +61,7 @@ def _run_first_task(request: SubmitRequest, task: StepTask, signals: Signals) ->
     start = node.StepStart()
     backend = SlurmBackend(BATCH_PROCESS_TIMEOUT_S)
     try:
+        _check_slurm_commands()
         wrapped = open_wrapped_run(request, task, backend)
         run = wrapped.run
         for note in wrapped.notes:
@@ -78,6 +80,15 @@ def _run_first_task(request: SubmitRequest, task: StepTask, signals: Signals) ->
     finally:
         node.publish_start(task, start)
     return _run_attempt(WrapProcess(task, run, backend, claim, signals))
+
+
+def _check_slurm_commands() -> None:
+    missing = [name for name in ("scontrol", "squeue") if shutil.which(name) is None]
+    if missing:
+        raise UnsuitableEnvironment(
+            f"{' and '.join(missing)}: not installed here (inside a container?), and the requeue needs them",
+            fix="start the container in the command: srun clustertrain wrap -- apptainer exec IMAGE COMMAND",
+        )
 
 
 def _run_attempt(process: WrapProcess) -> int:

@@ -62,9 +62,8 @@ def test_step_ends_with_the_last_agent(build_run: Build) -> None:
     attempt = run.attempt(1)
     attempt.result_path("n1").write_text("{}")
     agents = node.StepAgents(TASK, run, attempt)
-    assert clock.wait_until((attempt.wrap / "n1.json").exists, 30.0) or agents.poll() is None
-    assert clock.wait_until(lambda: agents.poll() is not None or (attempt.wrap / "n1.json").exists(), 30.0)
-    assert agents.poll() is None  # the agent of n2 has not ended
+    assert clock.wait_until(lambda: agents.poll() is None and (attempt.wrap / "n1.json").exists(), 30.0)
+    assert not clock.wait_until(lambda: agents.poll() is not None, 0.2, 0.05)  # the agent of n2 has not ended
     node.report_agent_end(replace(TASK, node_rank=1), run, attempt, 75)
     assert wait_for_end(agents) == 75
     assert (run.path.parents[1] / "seen").read_text().split() == ["1", "abc", "n1", "0", "n1,n2"]
