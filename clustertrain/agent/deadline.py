@@ -12,6 +12,7 @@ from clustertrain import fsio
 # The signal that job.sh requests before the time limit. With preempt_send_user_signal it also announces preemptions.
 LIMIT_SIGNAL = signal.SIGUSR2.name
 SIGNAL_EARLY_S = 75.0  # Slurm sends it up to a minute early; the rest allows for clocks that differ
+OWN_WARNINGS = frozenset({f"signal:{s.name}" for s in (signal.SIGUSR1, signal.SIGUSR2)})
 OWN_SIGNAL_LEAD_S = 1800.0  # a user's own `--signal` this close to the end is the warning of the time limit
 
 

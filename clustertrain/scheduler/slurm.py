@@ -101,7 +101,8 @@ class SlurmBackend(Backend):
         facts = self.read_job_facts(job_id)
         if not facts.has_script:
             return "the job has no batch script (salloc or srun)"
-        return "" if facts.may_requeue else "the job was submitted with --no-requeue, or the cluster has JobRequeue=0"
+        reason = "the job was submitted with --no-requeue, or the cluster has JobRequeue=0: add #SBATCH --requeue"
+        return "" if facts.may_requeue else reason
 
     def restart(self, job_id: str, submission: Submission) -> str:
         # Slurm may have accepted an earlier submission without an answer; another one would be a second job.
