@@ -163,6 +163,7 @@ class BatchProcess:
             return None
         self.log.write("ended", ending=ending, reason=reason, last_step=None, job_id=self.job_id)
         self.log.write("stopped", reason=reason)
+        print(f"clustertrain: the run stops: {reason}", flush=True)
         return EXIT_NO_REQUEUE
 
     def _contract_stop_reason(self) -> str:

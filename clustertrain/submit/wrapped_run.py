@@ -17,6 +17,7 @@ import msgspec
 
 from clustertrain import clock, fsio, reading, settings
 from clustertrain.errors import ClusterTrainError, ConfigError, NotFound, UsageError
+from clustertrain.plan.layout import pluralize
 from clustertrain.run import attempts, endings, json_files, run_dir
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir, open_run
@@ -169,7 +170,7 @@ def _check_sizes(request: SubmitRequest, translated: SubmitRequest, task: StepTa
     nodes = translated.job.get("nodes")
     if nodes is not None and nodes != len(task.nodes):
         raise UsageError(
-            f"the launcher was given {nodes} nodes, and the step has {len(task.nodes)}",
+            f"the launcher was given {pluralize(nodes, 'node')}, and the step has {len(task.nodes)}",
             fix="remove the number from the launcher, or change that of srun or of the job",
         )
     ranks = translated.job.get("gpus")

@@ -35,7 +35,10 @@ class NodeTasks:
         self._server: socket.socket | None = None
         if task.tasks_per_node > 1:
             self._server = socket.socket(socket.AF_UNIX)
-            self._server.bind(_socket_name(task))
+            try:
+                self._server.bind(_socket_name(task))
+            except OSError as e:
+                raise ClusterTrainError(f"{task.node}: no socket for the tasks of the node: {e.strerror}") from e
             self._server.listen(task.tasks_per_node)
 
     def gather(self) -> None:
@@ -96,8 +99,8 @@ def wait_for_first_task(task: StepTask) -> int:
     with connection:
         if not clock.wait_until(try_connect, START_S, RETRY_S) or not _is_own(connection):
             raise ClusterTrainError(f"the first task on {task.node} has not started in {START_S:g} s")
-        connection.sendall(json.dumps(sorted(os.sched_getaffinity(0))).encode() + b"\n")
         try:
+            connection.sendall(json.dumps(sorted(os.sched_getaffinity(0))).encode() + b"\n")
             answer = connection.recv(1)
         except OSError:
             answer = b""
