@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from clustertrain import clock
 from clustertrain.errors import CommandFailed
@@ -104,6 +104,18 @@ def start(
     finally:
         if log_file is not None:
             log_file.close()
+
+
+def become(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a command.
+
+    Raises:
+        CommandFailed: the command is not installed or cannot be executed.
+    """
+    try:
+        os.execvpe(argv[0], list(argv), env)
+    except OSError as e:
+        raise CommandFailed(f"{argv[0]}: {e.strerror}", fix="install it, or add it to PATH") from e
 
 
 def start_with_stdout_pipe(

@@ -36,6 +36,7 @@ CHECKPOINT = "CLUSTERTRAIN_CHECKPOINT"  # newest whole checkpoint of a command
 STOP_SIGNAL = "CLUSTERTRAIN_STOP_SIGNAL"  # that asks a command to stop: TERM, USR1, …, none
 GRACE = "CLUSTERTRAIN_GRACE_S"  # from the warning of a preemption to the kill, for a command
 LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # pid of torchrun, the parent of each rank
+WRAP_PID = "CLUSTERTRAIN_WRAP_PID"  # pid of `clustertrain wrap`, with which its agent ends
 INTERNAL = frozenset(
     {
         RUN_DIR,
@@ -52,6 +53,7 @@ INTERNAL = frozenset(
         STOP_SIGNAL,
         GRACE,
         LAUNCHER_PID,
+        WRAP_PID,
         WEBHOOK,
     }
 )
@@ -63,6 +65,9 @@ SLURM_JOB_ID = "SLURM_JOB_ID"
 SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
 SLURM_JOB_PARTITION = "SLURM_JOB_PARTITION"
 SLURM_NODEID = "SLURM_NODEID"
+SLURM_PROCID = "SLURM_PROCID"
+SLURM_LOCALID = "SLURM_LOCALID"
+SLURM_STEP_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
 SLURMD_NODENAME = "SLURMD_NODENAME"
 SLURM_ARRAY_JOB_ID = "SLURM_ARRAY_JOB_ID"
 SLURM_ARRAY_TASK_ID = "SLURM_ARRAY_TASK_ID"

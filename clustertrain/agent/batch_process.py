@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.claim import Claim
@@ -48,11 +47,23 @@ CANCEL_S = 60.0  # for a last checkpoint, if Slurm itself does not kill the job
 LAST_CHANCE_S = 12.0  # before the end of the allocation: Slurm accepts a requeue only while the job runs
 
 
+class StepProcess(Protocol):
+    """What the batch process uses of the process that runs the agents."""
+
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @dataclass
 class JobStep:
     """The job step that runs the agents, started by srun or its local stand-in, and its state."""
 
-    child: subprocess.Popen[bytes]
+    child: StepProcess
     stop_requested_at: float | None = None
     preempt_time: float | None = None
     """Time from the scheduler, which drops it when it requeues the job."""
@@ -155,6 +166,7 @@ class BatchProcess:
             return None
         self.log.write("ended", ending=ending, reason=reason, last_step=None, job_id=self.job_id)
         self.log.write("stopped", reason=reason)
+        print(f"clustertrain: the run stops: {reason}", flush=True)
         return EXIT_NO_REQUEUE
 
     def _contract_stop_reason(self) -> str:
@@ -169,7 +181,7 @@ class BatchProcess:
         record = fsio.read_json(self.attempt.record) or {}
         return int(record.get("restart", 0))
 
-    def _start_step(self, step_argv: Sequence[str], checkpoint: str) -> subprocess.Popen[bytes]:
+    def _start_step(self, step_argv: Sequence[str], checkpoint: str) -> StepProcess:
         env = {
             **os.environ,
             **({settings.CHECKPOINT: checkpoint} if checkpoint else {}),
@@ -400,7 +412,7 @@ class BatchProcess:
             cancelled=cancelled or self.run.cancel_marker.exists(),
             view=view,
             accounting_state=self._accounting_state(view),
-            step_exit_code=job_step.child.returncode,
+            step_exit_code=job_step.child.returncode or 0,
             requeue_requested=job_step.requeue_requested,
             end_time=view.end_time if view is not None and has_end_time else self.deadline.end_time,
             lead_s=self.deadline.lead_for_sources(sources),

@@ -37,6 +37,8 @@ class JobIdentity:
     restart: int
     nodes: tuple[str, ...]
     end_time: float | None
+    own_script: bool = False
+    """The job's batch script is the user's own."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,10 @@ def _build_attempt_folder(run: RunDir, identity: JobIdentity) -> tuple[Path, Dea
     fsio.write_json(attempt.record, record)
     allocation_s = identity.end_time - clock.now() if identity.end_time is not None else None
     deadline = Deadline(
-        end_time=identity.end_time, lead_s=compute_lead_s(run, allocation_s), signal_lead_s=load_planned_lead_s(run)
+        end_time=identity.end_time,
+        lead_s=compute_lead_s(run, allocation_s),
+        signal_lead_s=load_planned_lead_s(run),
+        own_script=identity.own_script,
     )
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
         fsio.claim_folder(folder)

@@ -332,6 +332,9 @@ def build_rank_environment(
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
     }  # fmt: skip
     texts = {"ROLE_NAME": "default", "MASTER_ADDR": rdzv.host, "TORCHELASTIC_RUN_ID": rdzv.id}
+    if env.get(settings.SLURM_STEP_NUM_TASKS) == str(world_size):
+        # A program that srun starts for each GPU may take its rank from Slurm.
+        sizes |= {settings.SLURM_PROCID: rank, settings.SLURM_LOCALID: local_rank}
     # torchrun sets it too: without it, each rank of a program on CPUs starts a thread for each core.
     threads = {"OMP_NUM_THREADS": "1"} if ranks_per_node > 1 and "OMP_NUM_THREADS" not in env else {}
     return {**env, **threads, **{name: str(n) for name, n in sizes.items()}, **texts}

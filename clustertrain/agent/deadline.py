@@ -12,6 +12,8 @@ from clustertrain import fsio
 # The signal that job.sh requests before the time limit. With preempt_send_user_signal it also announces preemptions.
 LIMIT_SIGNAL = signal.SIGUSR2.name
 SIGNAL_EARLY_S = 75.0  # Slurm sends it up to a minute early; the rest allows for clocks that differ
+OWN_WARNINGS = frozenset({f"signal:{s.name}" for s in (signal.SIGUSR1, signal.SIGUSR2)})
+OWN_SIGNAL_LEAD_S = 1800.0  # a user's own `--signal` this close to the end is the warning of the time limit
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Deadline:
     """Seconds before the end at which the ranks are asked to stop, from measured saves."""
     signal_lead_s: float
     """Seconds before the end at which Slurm sends its warning; fixed at submission."""
+    own_script: bool = False
+    """The batch script is the user's own. The lead of its ``--signal`` is unknown, and the signal requests the stop."""
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time to stop the ranks."""
@@ -34,7 +38,7 @@ class Deadline:
 
         A stop at the warning would waste up to a minute of every allocation, and all of a short one.
         """
-        if self.end_time is None or self.is_due(now):
+        if self.own_script or self.end_time is None or self.is_due(now):
             return False
         return set(signals) == {LIMIT_SIGNAL} and now >= self.end_time - self.signal_lead_s - SIGNAL_EARLY_S
 
@@ -44,6 +48,8 @@ class Deadline:
         If the end was moved forward, Slurm's warning comes before the batch process knows the new end.
         """
         signals = {s for s in sources if s.startswith("signal:")}
+        if self.own_script and signals:
+            return OWN_SIGNAL_LEAD_S + SIGNAL_EARLY_S
         return self.signal_lead_s + SIGNAL_EARLY_S if signals == {f"signal:{LIMIT_SIGNAL}"} else self.lead_s
 
 

@@ -17,7 +17,7 @@ from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import command_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
 from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks, build_rank_environment
-from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
+from clustertrain.agent.deadline import LIMIT_SIGNAL, OWN_WARNINGS, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
 from clustertrain.agent.node_result import (
@@ -308,8 +308,7 @@ class NodeAgent:
         if order is not None and order.get("abort"):
             self.aborted = True
         elif order is not None and self.stop_source is None:
-            # A requeue by hand has no deadline; all other stops end in a kill.
-            self._stop_ranks("batch", None if order.get("reason") == "requeue" else self.context.grace_s)
+            self._stop_ranks("batch", self._find_grace_s(str(order.get("reason"))))
 
     def _check_deadline(self) -> None:
         self.deadline = load_deadline(self.context.attempt.deadline) or self.deadline
@@ -339,7 +338,7 @@ class NodeAgent:
                 return
         source = self._signal_source()
         if source != "deadline":
-            self._stop_ranks(source, self.context.grace_s)
+            self._stop_ranks(source, self._find_grace_s(source))
         elif self.deadline is not None and self.deadline.is_due(clock.now()):
             # The ranks have until the end of the allocation, which may be longer than the grace time.
             self._stop_ranks(source, None)
@@ -347,6 +346,14 @@ class NodeAgent:
             # The signal may also announce a preemption: only the scheduler knows, and the batch process queries it.
             with contextlib.suppress(OSError):  # a full disk: retried in the next round
                 fsio.write_json(self.context.attempt.signal_warning, {"t": clock.now()})
+
+    def _find_grace_s(self, cause: str) -> float | None:
+        """Return the seconds from a stop request to the kill; None if only the end of the allocation limits them."""
+        if cause == "requeue":
+            return None  # by hand; all other stops end in a kill
+        # The user has chosen the time between the signal of the batch script and the time limit.
+        is_own_warning = self.deadline is not None and self.deadline.own_script and cause in OWN_WARNINGS
+        return None if is_own_warning else self.context.grace_s
 
     def _signal_source(self) -> str:
         """Return the cause of the received signals: the time limit, or the first signal.
@@ -422,6 +429,8 @@ def _wait_briefly(child: Any) -> None:
 def main() -> int:
     """Run ``clustertrain agent``, which srun or the local step starts once per node."""
     signals = Signals()
+    if settings.WRAP_PID in os.environ:
+        proc.set_parent_death_signal(int(os.environ[settings.WRAP_PID]))
     proc.become_subreaper()
     try:
         context = load_node_context(os.environ)

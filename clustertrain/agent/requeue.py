@@ -53,6 +53,8 @@ class RequeueAction:
         is_ending = view is not None and view.state != RUNNING and view.preempt_time is None
         if is_ending and outcome.ending != endings.TIME_LIMIT:
             return self._stop_run("the scheduler is ending the job: too late for a requeue", EXIT_NO_REQUEUE)
+        if self.spec.wrapped:
+            return self._requeue()  # only sbatch with the user's own options could submit the user's script
         if decision.action == "resubmit" or is_ending:
             # A job at its time limit cannot be requeued, and a lost node would keep it in COMPLETING.
             refusal = self._resubmit(decision)
@@ -83,6 +85,8 @@ class RequeueAction:
                     return None
 
     def _requeue(self) -> int:
+        if problem := self.backend.find_requeue_problem(self.job_id) if self.spec.wrapped else "":
+            return self._stop_run(problem, EXIT_NO_REQUEUE)
         # Logged first: once Slurm has accepted, it may kill this process at any moment.
         self.log.write("requeued", method="requeue", job_id=self.job_id)
         signal_count = len(self.signals.received)
@@ -92,6 +96,8 @@ class RequeueAction:
                 # Slurm now ends this process. An earlier exit would race with it for the job's final state.
                 clock.wait_until(lambda: len(self.signals.received) > signal_count, EXIT_TIMEOUT_S, POLL_S)
             return EXIT_STOPPED
+        if self.spec.wrapped:
+            return self._stop_run(f"the requeue was refused: {refusal}", EXIT_NO_REQUEUE)
         print(f"clustertrain: requeue refused, submitting a new job: {refusal}", file=sys.stderr, flush=True)
         resubmit_refusal = self._resubmit(Decision("resubmit", "requeue was refused", EXIT_STOPPED))
         if resubmit_refusal is not None:

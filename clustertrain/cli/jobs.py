@@ -6,7 +6,7 @@ import contextlib
 import getpass
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -319,6 +319,22 @@ def _check_requeue_limit(run: RunDir) -> None:
         )
 
 
+def _check_wrapped_requeue(run: RunDir, job_id: str, overrides: Mapping[str, str]) -> None:
+    """Refuse what a run of `clustertrain wrap` cannot do: only `scontrol requeue` starts the user's script again."""
+    from clustertrain.scheduler.run_status import backend_for_run
+
+    if overrides:
+        raise UsageError(
+            f"--{next(iter(overrides))}: {run.id} runs in a batch script of your own, whose job keeps its options",
+            fix="leave it out, or change the script and submit it again with sbatch",
+        )
+    problem = backend_for_run(run).find_requeue_problem(job_id)
+    if problem:
+        raise ClusterTrainError(
+            f"{run.id} cannot be requeued: {problem}", fix=f"allow it: scontrol update JobId={job_id} Requeue=1"
+        )
+
+
 @click.command()
 @required_run_argument
 @click.option("--time", metavar="LIMIT", help="New time limit, as sbatch takes it.")
@@ -331,6 +347,7 @@ def _check_requeue_limit(run: RunDir) -> None:
 def requeue(name: str, as_json: bool, **options: str | None) -> None:
     """Stop RUN at a checkpoint and start it again, or continue it if it has ended."""
     from clustertrain.run.attempts import load_submit_options
+    from clustertrain.run.run_spec import load_spec
     from clustertrain.scheduler.run_status import backend_for_run, run_status
     from clustertrain.submit import continue_run
 
@@ -350,6 +367,9 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         raise ClusterTrainError(f"{run.id} has completed; there is nothing to continue")
     _check_budget(run)
     job_id = current.job_id
+    is_wrapped = load_spec(run).wrapped
+    if is_wrapped:
+        _check_wrapped_requeue(run, str(job_id), overrides)
     if run.cancel_marker.exists() and not current.is_final:
         raise ClusterTrainError(
             f"{run.id} is still being cancelled: job {job_id} has not ended", fix=continue_run.suggest_after_cancel(run)
@@ -363,7 +383,11 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         with fsio.group_umask(run.path):
             continuation.claim()
             _log_event(run, "continued")
-            job_id = continuation.submit(backend_for_run(run), {**load_submit_options(run), **overrides})
+            job_id = (
+                continuation.requeue_job(backend_for_run(run), str(job_id))
+                if is_wrapped
+                else continuation.submit(backend_for_run(run), {**load_submit_options(run), **overrides})
+            )
             _log_event(run, "continued", job_id=job_id, options=overrides)
             continuation.record_job(job_id)
     if as_json:

@@ -29,6 +29,7 @@ COMMANDS = {
     "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
     "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose and why; submit nothing."),
     "adopt": ("clustertrain.cli.adopt:adopt", "Read a batch script; write the profile and the submit line."),
+    "wrap": ("clustertrain.cli.wrap:wrap", "Run a program inside your own batch script."),
     "list": ("clustertrain.cli.jobs:list_", "List your runs, newest first."),
     "status": ("clustertrain.cli.jobs:status", "Show a run's attempts, its step and where the time went."),
     "sweep": ("clustertrain.cli.sweep:sweep", "Submit one run per point of a grid; show the results."),

@@ -84,6 +84,14 @@ class AttemptDir:
         return {p.stem for p in self.results.iterdir() if p.suffix == ".gone"}
 
     @property
+    def wrap(self) -> Path:
+        """The folder of `clustertrain wrap`: ``<node>.json`` when a node's agent has ended, ``exit.json`` at the end.
+
+        Each holds ``{"exit_code": …}``.
+        """
+        return self.path / "wrap"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -257,6 +265,11 @@ def runs_folder() -> Path:
 
 def sweeps_folder() -> Path:
     return settings.home() / "sweeps"
+
+
+def wrapped_folder() -> Path:
+    """Return the folder in which `clustertrain wrap` finds the runs of a job."""
+    return settings.home() / "wrapped"
 
 
 def create_run(name: str, *, share: bool = False) -> RunDir:

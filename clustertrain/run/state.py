@@ -64,11 +64,12 @@ def determine_state(
             return REQUEUED if job.state == "PENDING" else RUNNING
         return RUNNING if is_silent else ended_state
     if is_settled(history):
-        # The owner may have continued the run since, as another job.
+        # The owner may have continued the run since, as another job or by a requeue of this one.
         current_job_id = (
             job.job_id if is_alive and job is not None else unanswered_job_id if is_silent else None
         ) or last.job_id
-        if current_job_id != last.job_id:
+        is_pending = job is not None and job.state == "PENDING" and last.ending != endings.CANCELLED
+        if current_job_id != last.job_id or is_pending:
             return REQUEUED
         return CANCELLED if last.ending == endings.CANCELLED else FAILED
     return REQUEUED if is_alive or is_silent else ended_state

@@ -107,6 +107,10 @@ class Backend(Protocol):
             CommandFailed: the scheduler did not answer; it is unknown whether it requeued the job.
         """
 
+    def find_requeue_problem(self, job_id: str) -> str:
+        """Return why the scheduler would not requeue the job; empty if it would, or does not say."""
+        return ""
+
     def restart(self, job_id: str, submission: Submission) -> str:
         """Start the run of ``job_id`` again with other options instead of a requeue; return the id of the new job.
 

@@ -90,6 +90,20 @@ class SlurmBackend(Backend):
                 raise SchedulerError(f"Slurm did not requeue job {job_id}: {message}")
             raise CommandFailed(f"Slurm did not answer the requeue of job {job_id}: {message}")
 
+    def read_job_facts(self, job_id: str) -> slurm_parse.JobFacts:
+        """Return what Slurm knows of a job; the defaults without an answer."""
+        argv = ("scontrol", "show", "job", _check_job_id(job_id))
+        with contextlib.suppress(CommandFailed):
+            return slurm_parse.parse_job_facts(_run_command(*argv, timeout_s=self.timeout_s).stdout)
+        return slurm_parse.JobFacts()
+
+    def find_requeue_problem(self, job_id: str) -> str:
+        facts = self.read_job_facts(job_id)
+        if not facts.has_script:
+            return "the job has no batch script (salloc or srun)"
+        reason = "the job was submitted with --no-requeue, or the cluster has JobRequeue=0: add #SBATCH --requeue"
+        return "" if facts.may_requeue else reason
+
     def restart(self, job_id: str, submission: Submission) -> str:
         # Slurm may have accepted an earlier submission without an answer; another one would be a second job.
         new_job_id = self._find_newer_job(submission.run, job_id) or self.submit(submission)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from clustertrain import reading
 from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING, JobStart, JobView
@@ -178,3 +179,31 @@ def _grace_advice(partition: str, grace: str) -> list[str]:
             "lost, so choose checkpoint.every with care"
         ]
     return [f"partition {partition} gives a preempted job {grace} s: two steps, a save and the exit must fit into it"]
+
+
+class JobFacts(NamedTuple):
+    """What Slurm knows of a job of the user's own."""
+
+    has_script: bool = True
+    """False for the jobs of `salloc` and `srun`."""
+    may_requeue: bool = True
+    time_limit: str = ""
+    """As sbatch takes it; empty if unlimited."""
+    output: str = ""
+    """Path of the batch script's output."""
+
+
+def parse_job_facts(text: str) -> JobFacts:
+    """Return the facts in the output of `scontrol show job`."""
+
+    def find(pattern: str) -> str:
+        # Other users' text is on lines of its own, or after the first word of a line.
+        match = re.search(rf"^ +{pattern}$", text, re.MULTILINE)
+        return match[1] if match else ""
+
+    return JobFacts(
+        has_script=find(r"Requeue=.* BatchFlag=(\d).*") != "0",
+        may_requeue=find(r"Requeue=(\d).*") != "0",
+        time_limit=find(r"RunTime=\S+ TimeLimit=((?:\d+-)?\d+:\d+:\d+) .*"),
+        output=find(r"StdOut=(.*)"),
+    )

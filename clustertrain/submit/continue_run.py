@@ -9,7 +9,7 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from clustertrain import clock, fsio, reading
-from clustertrain.errors import ClusterTrainError
+from clustertrain.errors import ClusterTrainError, SchedulerError
 from clustertrain.run import event_types, events, json_files
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.scheduler.backend import Backend, Submission
@@ -110,11 +110,33 @@ class Continuation:
 
         The cancel marker is archived, and restored if the submission fails.
         """
+        return self._start(lambda: backend.submit(Submission(run=self._run, options=options)))
+
+    def requeue_job(self, backend: Backend, job_id: str) -> str:
+        """Requeue the ended job of a run in a batch script of the user's own, as :meth:`submit`, and return its id.
+
+        Raises:
+            ClusterTrainError: the scheduler no longer knows the job, or does not requeue it.
+        """
+
+        def requeue() -> str:
+            try:
+                backend.requeue(job_id)
+            except SchedulerError as e:
+                raise SchedulerError(
+                    f"{self._run.id}: {e.message}",
+                    fix="submit your batch script again with sbatch: it starts a new run of the same command",
+                ) from e
+            return job_id
+
+        return self._start(requeue)
+
+    def _start(self, start: Callable[[], str]) -> str:
         cancelled, archived = self._run.cancel_marker, self._run.path / f"cancelled-until-{clock.now():.0f}.json"
         with suppress(FileNotFoundError):
             cancelled.rename(archived)
         try:
-            return backend.submit(Submission(run=self._run, options=options))
+            return start()
         except BaseException:
             with suppress(FileNotFoundError):
                 archived.rename(cancelled)

@@ -84,12 +84,12 @@ def render_job_script(inputs: ScriptInput) -> str:
     check_environment(spec.env)
     for label, value in (("the run folder", str(inputs.run.path)), ("the interpreter", inputs.python)):
         _check_control_characters(label, value)
-    slurm = spec.job.backend == "slurm"
+    slurm = spec.job.backend == "slurm" and not spec.wrapped
     return templates.render_template(
         "job.sh.j2",
         {
             "directives": build_directives(inputs) if slurm else [],
-            "setup": inputs.profile.setup,
+            "setup": () if spec.wrapped else inputs.profile.setup,  # the user's batch script has its own
             "python": inputs.python,
             "home": str(inputs.home),
             "run_dir": str(inputs.run.path),
@@ -97,7 +97,7 @@ def render_job_script(inputs: ScriptInput) -> str:
             "secret_env": secret_names(spec),
             "plan_env": sorted((name, setting.value) for name, setting in {**plan.nccl, **plan.env}.items()),
             "python_path": ":".join(str(p) for p in inputs.code_paths),
-            "backend": spec.job.backend,
+            "starts": "agent" if spec.wrapped else spec.job.backend,
             "step_options": _srun_options(inputs) if slurm else _local_options(spec.job),
         },
     )

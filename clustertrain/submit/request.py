@@ -34,6 +34,8 @@ class SubmitRequest:
     snapshot_include: tuple[str, ...] = ()
     count_mode: CountMode = "no"
     """Whether a user-defined model is counted before the plan; ``trace`` also traces a step of it."""
+    wrapped: bool = False
+    """The command runs inside the user's own batch script."""
     argv: tuple[str, ...] = ()
     cwd: Path = field(default_factory=Path.cwd)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)

@@ -69,6 +69,7 @@ def resolve_run(
             script=python.script,
             env=env,
             secret_env=tuple(sorted(request.env)),
+            wrapped=request.wrapped,
         ),
         profile=profile,
         backend=backend,
@@ -84,8 +85,13 @@ def has_gpu() -> bool:
     return _has_nvidia_gpu() or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this machine."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def _has_nvidia_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    return count_gpus() > 0
 
 
 def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> JobSpec:

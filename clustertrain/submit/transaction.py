@@ -61,14 +61,7 @@ def submit(request: SubmitRequest) -> SubmittedRun:
     """
     prepared = prepare(request)
     notes = [*prepared.plan.warnings, *checks.check_plan(prepared), *get_backend_advice(prepared)]
-    run = run_dir.create_run(prepared.spec.job.name, share=prepared.spec.job.share)
-    try:
-        with fsio.group_umask(run.path):
-            snapshot = snapshot_code(request, prepared, run.code)
-            write(prepared, run, snapshot, collect_record(request, snapshot))
-    except BaseException:
-        remove_run(run, prepared.spec)
-        raise
+    run, snapshot = create(request, prepared)
     try:
         with fsio.group_umask(run.path):  # Slurm gives its job.log the umask of the submission
             job_id = prepared.backend.submit(Submission(run, environ=request.environ))
@@ -78,6 +71,19 @@ def submit(request: SubmitRequest) -> SubmittedRun:
         raise
     notes += snapshot_notes(snapshot)
     return record_submission(run, job_id, prepared.backend.name, notes)
+
+
+def create(request: SubmitRequest, prepared: PreparedRun) -> tuple[RunDir, CodeSnapshot | None]:
+    """Create the folder of a run with all its files; a failure removes it."""
+    run = run_dir.create_run(prepared.spec.job.name, share=prepared.spec.job.share)
+    try:
+        with fsio.group_umask(run.path):
+            snapshot = snapshot_code(request, prepared, run.code)
+            write(prepared, run, snapshot, collect_record(request, snapshot))
+    except BaseException:
+        remove_run(run, prepared.spec)
+        raise
+    return run, snapshot
 
 
 def record_submission(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> SubmittedRun:

@@ -68,13 +68,15 @@ def split_body(items: Sequence[Item], name: str) -> Body:
         lines = ", ".join(str(item.line) for item in candidates[:10])
         raise UsageError(
             f"{name}: several training commands, on lines {lines}; a run has one",
-            fix="adopt a copy of the script for each, or submit a shell script: clustertrain submit -- bash SCRIPT",
+            fix="adopt a copy of the script for each, submit a shell script (clustertrain submit -- bash SCRIPT), or "
+            "keep the script and put `clustertrain wrap --` after each srun",
         )
     training = candidates[0]
     if training.notes or training.block:
         raise UsageError(
             f"{name}, line {training.line}: the training command is {training.notes[0]}",
-            fix="put it outside: clustertrain starts the program again by itself after a preemption or a time limit",
+            fix="put it outside: clustertrain starts the program again by itself after a preemption or a time limit; "
+            "or keep the script and put `clustertrain wrap --` after srun",
         )
     at = next(index for index, item in enumerate(reached) if item is training)
     return Body(training, reached[:at], [*reached[at + 1 :], *unreached])

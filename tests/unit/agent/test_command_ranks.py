@@ -56,6 +56,15 @@ def test_ranks_have_torchrun_s_environment(start: Start, tmp_path: Path) -> None
     assert [(r.ending, r.finished) for r in records.values()] == [("completed", False)] * 2
 
 
+@pytest.mark.parametrize(("tasks", "expected"), [("8", ("5", "1")), ("2", ("1", "0"))])
+def test_rank_in_slurm_s_variables(tasks: str, expected: tuple[str, str]) -> None:
+    """With a task per rank, a program may take its rank from them."""
+    env = {"SLURM_STEP_NUM_TASKS": tasks, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    rdzv = Rendezvous("node0", 29_500, "run")
+    rank_env = build_rank_environment(env, rdzv, local_rank=1, ranks_per_node=4, nodes=2, node_rank=1)
+    assert (rank_env["SLURM_PROCID"], rank_env["SLURM_LOCALID"]) == expected
+
+
 def test_rank_of_second_node() -> None:
     rdzv = Rendezvous("node0", 29_500, "run")
     env = build_rank_environment({}, rdzv, local_rank=1, ranks_per_node=4, nodes=2, node_rank=1)

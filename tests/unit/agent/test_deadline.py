@@ -46,3 +46,11 @@ def test_stop_is_due_one_lead_before_the_end() -> None:
 )
 def test_lead_depends_on_the_sources_of_the_stop(sources: list[str], lead_s: float) -> None:
     assert LIMITED.lead_for_sources(sources) == lead_s
+
+
+def test_signal_of_a_user_s_own_script_requests_the_stop() -> None:
+    own = Deadline(end_time=10_000.0, lead_s=20.0, signal_lead_s=120.0, own_script=True)
+    assert not own.is_limit_warning(["SIGUSR2"], 9890.0)
+    # Within half an hour of the end it counts as the warning of the time limit.
+    assert own.lead_for_sources(["signal:SIGUSR1"]) == own.lead_for_sources(["signal:SIGTERM"]) == 1875.0
+    assert own.lead_for_sources(["deadline"]) == 20.0

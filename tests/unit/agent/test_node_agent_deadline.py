@@ -126,3 +126,16 @@ def test_signal_near_the_end_without_a_warning_has_the_grace_time(
     node_agent.signals.received.append("SIGUSR2")
     node_agent._handle_signals()
     assert fsio.read_json(node_agent.rank_dir / "stop")["deadline"] == 1036.0
+
+
+@pytest.mark.parametrize(("signal", "deadline"), [("SIGUSR1", 1300.0), ("SIGTERM", 1005.0)])
+def test_warning_of_a_user_s_own_script_leaves_the_time_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str, deadline: float
+) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 1000.0)
+    node_agent = agent(tmp_path)
+    node_agent.context = dataclasses.replace(node_agent.context, grace_s=5.0)
+    node_agent.deadline = Deadline(end_time=1300.0, lead_s=30.0, signal_lead_s=60.0, own_script=True)
+    node_agent.signals.received.append(signal)
+    node_agent._handle_signals()
+    assert fsio.read_json(node_agent.rank_dir / "stop")["deadline"] == deadline

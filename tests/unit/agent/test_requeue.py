@@ -33,6 +33,10 @@ class FakeScheduler:
     restart_answers: list[ClusterTrainError | None] = field(default_factory=list)
     requeued: int = 0
     restarted: list[dict[str, str]] = field(default_factory=list)
+    requeue_problem: str = ""
+
+    def find_requeue_problem(self, job_id: str) -> str:
+        return self.requeue_problem
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         if self.failing_queries:
@@ -71,10 +75,11 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
 
 
 def requeue_after(
-    run: RunDir, scheduler: FakeScheduler, signals: Signals, ending: str, decision: Decision, *, patient: bool = True
-) -> int:
+    run: RunDir, scheduler: FakeScheduler, signals: Signals, ending: str, decision: Decision, *, patient: bool = True,
+    wrapped: bool = False,
+) -> int:  # fmt: skip
     log = EventLog(run.attempt(1).events_path("batch"))
-    spec = RunSpec(job=JobSpec(exclude="n0"))
+    spec = RunSpec(job=JobSpec(exclude="n0"), wrapped=wrapped)
     try:
         deadline = clock.monotonic() + (60.0 if patient else 0.0)
         action = RequeueAction(run, scheduler, "7", spec, log, signals, restart_count=0, deadline=deadline)  # type: ignore[arg-type]
@@ -197,3 +202,21 @@ def test_full_disk_does_not_prevent_the_requeue(
     assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert scheduler.requeued == 1
     assert "No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "ending", "decision", "stopped"),
+    [
+        (FakeScheduler(), endings.NODE_FAILURE, Decision("resubmit", "…", 75, exclude=("n2",)), ""),
+        (FakeScheduler(state="COMPLETING"), endings.TIME_LIMIT, REQUEUE, ""),
+        (FakeScheduler(answers=[SchedulerError("disabled")]), endings.PREEMPTED, REQUEUE, "was refused: disabled"),
+        (FakeScheduler(requeue_problem="--no-requeue"), endings.PREEMPTED, REQUEUE, "--no-requeue"),
+    ],
+)
+def test_script_of_the_user_s_own_is_only_requeued(
+    run: RunDir, signals: Signals, scheduler: FakeScheduler, ending: str, decision: Decision, stopped: str
+) -> None:
+    code = requeue_after(run, scheduler, signals, ending, decision, wrapped=True)
+    assert (code, scheduler.restarted) == (93 if stopped else 75, [])
+    assert scheduler.requeued == (0 if scheduler.requeue_problem else 1)
+    assert stopped in str(attempts.load_attempts(run)[0].stopped or "")

@@ -207,3 +207,30 @@ def test_request_to_a_run_being_cancelled_is_refused(running: RunDir, jobs: Fake
     assert "still being cancelled: job local-1" in message
     assert f"clustertrain wait {running.id}; clustertrain requeue {running.id}" in message
     assert not running.attempt(1).requeue_request.exists() and jobs.submitted == []
+
+
+# -- a run in a batch script of the user's own
+
+
+def test_ended_wrapped_run_is_continued_by_its_own_job(
+    run: RunDir, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requeued: list[str] = []
+    problems = ["the job was submitted with --no-requeue"]
+    monkeypatch.setattr(LocalBackend, "find_requeue_problem", lambda _b, _id: "".join(problems))
+    monkeypatch.setattr(LocalBackend, "requeue", lambda _b, job_id: requeued.append(job_id))
+    run.spec.write_text(f"wrapped = true\n{run.spec.read_text()}")
+    assert "whose job keeps its options" in refusal(call(run, "--time", "10"))
+    message = refusal(call(run))
+    assert "--no-requeue" in message and "scontrol update JobId=local-1 Requeue=1" in message
+    assert requeued == []
+    problems.clear()
+    assert "(job local-1)" in call(run).stdout
+    assert requeued == ["local-1"] and jobs.submitted == []
+    # The scheduler no longer knows the job.
+    monkeypatch.setattr(LocalBackend, "requeue", _refuse)
+    assert "submit your batch script again" in refusal(call(run))
+
+
+def _refuse(_backend: LocalBackend, job_id: str) -> None:
+    raise SchedulerError(f"Slurm did not requeue job {job_id}: Invalid job id specified")
