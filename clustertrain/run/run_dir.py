@@ -137,6 +137,11 @@ class RunDir:
         return self.path / "record.json"
 
     @property
+    def environment(self) -> Path:
+        """The Python environment that the run takes to its nodes: :mod:`clustertrain.run.shipped_environment`."""
+        return self.path / "environment.json"
+
+    @property
     def code(self) -> Path:
         return self.path / "code"
 
