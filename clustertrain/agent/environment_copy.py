@@ -82,7 +82,8 @@ class EnvironmentCopy:
             Stopped: the job has to stop.
         """
         try:
-            os.utime(environment.archive)  # it is in use
+            with contextlib.suppress(OSError):  # missing, or on a filesystem that the node may not write
+                os.utime(environment.archive)  # it is in use
             self._root = _claim_root(_choose_folder(self._folder, self._environ))
             folder = self._root / environment.hash
             for _ in range(3):  # another agent may remove the copy between the two locks
@@ -99,7 +100,7 @@ class EnvironmentCopy:
                 self._unlock()
         except OSError as e:
             self._unlock()
-            raise NotCopied(f"{e.filename or self._root}: {e.strerror or e}") from e
+            raise NotCopied(f"{e.filename or self._root or self._folder}: {e.strerror or e}") from e
         except ClusterTrainError as e:
             raise NotCopied(e.message) from e
         except BaseException:
