@@ -29,7 +29,7 @@ from clustertrain.agent.relocation import RankPython, relocate_files
 from clustertrain.config.checks.storage_paths import resolve_node_folder
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run.events import EventLog
-from clustertrain.run.shipped_environment import ShippedEnvironment
+from clustertrain.run.shipped_environment import END, ShippedEnvironment
 from clustertrain.submit.preflight.filesystem import find_shared_filesystem_type
 
 KEEP_BYTES = 20 * 2**30  # of all copies that stay for later jobs
@@ -40,7 +40,7 @@ WAIT_S = 900.0  # for another agent that unpacks the same environment
 DAMAGED_WAIT_S = 60.0  # for other agents that use a damaged copy, or unpack it again
 _BLOCKING_FACTOR = 2048  # tar reads 1 MiB at a time
 _DEFAULT_FOLDERS = (settings.SLURM_TMPDIR, settings.TMPDIR)
-_HASH = re.compile(r"[0-9a-f]{16,64}")
+_HASH = re.compile(r"[0-9a-f]{16}")
 
 
 class NotCopied(Exception):
@@ -170,8 +170,8 @@ class EnvironmentCopy:
                 clock.wait_until(lambda: child.poll() is not None, POLL_S, POLL_S / 4)
         finally:
             proc.kill_process_tree(child)
-        if child.returncode:
-            lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"]
+        if child.returncode or not (folder / END).exists():
+            lines = log.read_text(errors="replace").strip().splitlines() or ["its end is missing"]
             raise NotCopied(f"tar could not unpack {archive}: {lines[0]}")
 
 

@@ -12,6 +12,8 @@ from clustertrain.run.run_dir import RunDir
 
 # The folders in an archive, and so in each copy.
 PREFIX, BASE = "environment", "base"
+END = "end"
+"""The last file of an archive: tar does not notice that files are missing after a whole one."""
 
 
 class ShippedEnvironment(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from clustertrain import clock, fsio, settings
 from clustertrain.errors import ConfigError
 from clustertrain.run import attempts, run_dir, state
 from clustertrain.run.run_dir import RunDir
-from clustertrain.run.shipped_environment import ShippedEnvironment, archives_folder, load_shipped_environment
+from clustertrain.run.shipped_environment import END, ShippedEnvironment, archives_folder, load_shipped_environment
 from clustertrain.submit.shipping.environment import PythonEnvironment
 from clustertrain.submit.shipping.files import THREADS, Entry, Listing, hash_files, list_files
 
@@ -112,6 +112,7 @@ def _write(file: BinaryIO, entries: Sequence[Entry], on_progress: OnProgress, to
                 _write_content(file, entry, content)
             done += entry.size
             on_progress(done, total)
+    file.write(_build_header(Entry(END, "file")).tobuf(tarfile.GNU_FORMAT))
     file.write(bytes(2 * tarfile.BLOCKSIZE))
 
 

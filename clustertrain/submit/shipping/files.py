@@ -18,7 +18,7 @@ from clustertrain.submit.shipping.environment import PythonEnvironment
 FORMAT = 1  # part of the hash: increase it when the archive of the same files changes
 THREADS = 16  # operations at once: each may take milliseconds on a shared filesystem
 _CACHE = "__pycache__"
-_HASH_DIGITS = 32
+_HASH_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)

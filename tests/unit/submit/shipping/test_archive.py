@@ -149,7 +149,7 @@ def test_full_filesystem_is_refused(environment: PythonEnvironment, monkeypatch:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(archive, "_write", write_nothing)
-    with pytest.raises(ConfigError, match="cannot be packed: .*Disk quota exceeded") as refusal:
+    with pytest.raises(ConfigError, match=r"cannot be packed: .*Disk quota exceeded") as refusal:
         pack(environment)
     assert "CLUSTERTRAIN_HOME" in str(refusal.value.fix) and list(archives_folder().iterdir()) == []
 
