@@ -80,7 +80,10 @@ class NodeSettings(Event, frozen=True, kw_only=True):
 
 
 class EnvironmentCopied(Event, frozen=True, kw_only=True):
-    """The ranks of a node run from a copy of their environment: [Ship the environment](../guides/submit.md)."""
+    """The ranks of a node run from a copy of their environment.
+
+    See [Ship the environment](../guides/submit.md#ship-the-environment).
+    """
 
     writer = "agent"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from clustertrain.run.shipped_environment import BASE, PREFIX
 from clustertrain.submit.shipping.environment import PythonEnvironment
@@ -21,8 +21,7 @@ _CACHE = "__pycache__"
 _HASH_DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):  # a dataclass takes five times as long to create
     """A file, link or folder of an archive."""
 
     name: str
@@ -54,10 +53,10 @@ class Listing:
 class _Root:
     """A folder whose files go into the archive."""
 
-    source: Path
+    source: str
     name: str
     """Its name in the archive."""
-    skipped: frozenset[Path] = frozenset()
+    skipped: frozenset[str] = frozenset()
     """Paths that are left out."""
 
 
@@ -104,15 +103,15 @@ def _list_roots(environment: PythonEnvironment, exclude: Path | None) -> Iterato
     prefix = environment.prefix
     # conda's base environment contains the others and the cache of packages.
     skipped = {prefix / "pkgs", prefix / "envs", *([exclude] if exclude is not None else [])}
-    yield _Root(prefix, PREFIX, frozenset(skipped))
+    yield _Root(str(prefix), PREFIX, frozenset(map(str, skipped)))
     if environment.base_python is not None:
         base, version = environment.base_python.parent.parent, environment.version
         library = base / "lib" / version
-        packages = () if environment.has_system_packages else (library / "site-packages",)
+        packages = () if environment.has_system_packages else (f"{library}/site-packages",)
         # Debian leaves out the tests of Python too.
-        yield _Root(library, f"{BASE}/lib/{version}", frozenset({*packages, library / "test"}))
+        yield _Root(str(library), f"{BASE}/lib/{version}", frozenset({*packages, f"{library}/test"}))
         if (headers := base / "include" / version).is_dir():  # torch.compile compiles C++
-            yield _Root(headers, f"{BASE}/include/{version}")
+            yield _Root(str(headers), f"{BASE}/include/{version}")
 
 
 def _list_base_program(environment: PythonEnvironment) -> Iterator[Entry]:
@@ -124,7 +123,7 @@ def _list_base_program(environment: PythonEnvironment) -> Iterator[Entry]:
         yield Entry(folder, "folder")
     for path in (environment.base_python, *sorted((base / "lib").glob("libpython*.so*"))):
         name = f"{BASE}/bin/{environment.version}" if path == environment.base_python else f"{BASE}/lib/{path.name}"
-        yield _file_entry(name, path, path.stat())
+        yield _file_entry(name, str(path), path.stat())
 
 
 @dataclass
@@ -132,22 +131,22 @@ class _Part:
     """What one folder contributes."""
 
     entries: list[Entry]
-    folders: list[tuple[Path, str]] = field(default_factory=list)
+    folders: list[tuple[str, str]] = field(default_factory=list)
     """Path and name of the folders in it."""
     outside: list[str] = field(default_factory=list)
 
 
-def _scan(folder: tuple[Path, str], *, root: _Root, environment: PythonEnvironment) -> _Part:
+def _scan(folder: tuple[str, str], *, root: _Root, environment: PythonEnvironment) -> _Part:
     """Return the entries of one folder, with its own, and the folders in it."""
     source, name = folder
     part = _Part([Entry(name, "folder")])
     with os.scandir(source) as items:
         for item in items:
-            path, item_name = Path(item.path), f"{name}/{item.name}"
+            path, item_name = item.path, f"{name}/{item.name}"
             if path in root.skipped or (root.name != PREFIX and item.name.endswith(".a")):
                 continue
             if item.is_symlink():
-                _add_link(part, item_name, path, environment)
+                _add_link(part, item_name, Path(path), environment)
             elif item.is_dir(follow_symlinks=False):
                 part.folders.append((path, item_name))
             elif item.is_file(follow_symlinks=False):
@@ -155,8 +154,8 @@ def _scan(folder: tuple[Path, str], *, root: _Root, environment: PythonEnvironme
     return part
 
 
-def _file_entry(name: str, source: Path, info: os.stat_result) -> Entry:
-    return Entry(name, "file", str(source), "", stat.S_IMODE(info.st_mode) & 0o777, info.st_size, info.st_mtime_ns)
+def _file_entry(name: str, source: str, info: os.stat_result) -> Entry:
+    return Entry(name, "file", source, "", stat.S_IMODE(info.st_mode) & 0o777, info.st_size, info.st_mtime_ns)
 
 
 def _add_link(part: _Part, name: str, path: Path, environment: PythonEnvironment) -> None:
@@ -177,7 +176,7 @@ def _add_link(part: _Part, name: str, path: Path, environment: PythonEnvironment
     # The interpreter stays a link: it looks for its libraries beside the file.
     is_program = folder == f"{PREFIX}/bin" and path.name.startswith("python")
     if info is not None and stat.S_ISREG(info.st_mode) and not is_program:
-        part.entries.append(_file_entry(name, path, info))
+        part.entries.append(_file_entry(name, str(path), info))
         return
     part.entries.append(Entry(name, "link", target=str(target)))
     if info is not None and stat.S_ISDIR(info.st_mode):
