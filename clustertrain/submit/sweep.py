@@ -27,8 +27,7 @@ from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.recipe import is_integer_key
 from clustertrain.submit.request import SubmitRequest
-from clustertrain.submit.shipping.archive import OnProgress
-from clustertrain.submit.shipping.ship import EnvironmentPacker
+from clustertrain.submit.shipping.ship import EnvironmentPacker, OnProgress
 from clustertrain.submit.transaction import DryRun, SubmittedRun
 
 OPTION, LOG_PREFIX = "--grid", "log:"

@@ -30,8 +30,7 @@ from clustertrain.submit.code_snapshot import CodeSnapshot
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
-from clustertrain.submit.shipping.archive import OnProgress
-from clustertrain.submit.shipping.ship import EnvironmentPacker
+from clustertrain.submit.shipping.ship import EnvironmentPacker, OnProgress
 
 MAX_LISTED_SECRETS = 5  # files in a note
 

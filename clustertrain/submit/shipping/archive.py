@@ -7,10 +7,10 @@ import os
 import shutil
 import tarfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from clustertrain import clock, fsio, settings
 from clustertrain.errors import ConfigError
@@ -20,8 +20,9 @@ from clustertrain.run.shipped_environment import END, ShippedEnvironment, archiv
 from clustertrain.submit.shipping.environment import PythonEnvironment
 from clustertrain.submit.shipping.files import THREADS, Entry, Listing, hash_files, list_files
 
-OnProgress = Callable[[int, int], object]
-"""Called with the bytes done and the total."""
+if TYPE_CHECKING:
+    from clustertrain.submit.shipping.ship import OnProgress
+
 KEEP_S = 30 * 86400.0  # for an archive that no run has used
 ABANDONED_S = 86400.0  # for the file of a process that was killed while it packed
 _READ_AHEAD_BYTES = 2**20  # files up to this size are read by threads

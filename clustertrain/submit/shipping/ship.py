@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from clustertrain.errors import ConfigError
@@ -10,8 +11,10 @@ from clustertrain.run.shipped_environment import ShippedEnvironment
 from clustertrain.submit import code_snapshot
 from clustertrain.submit.command import is_python
 from clustertrain.submit.prepared_run import PreparedRun
-from clustertrain.submit.shipping.archive import OnProgress, pack
 from clustertrain.submit.shipping.environment import PythonEnvironment, find_environment
+
+OnProgress = Callable[[int, int], object]
+"""Called with the bytes done and the total."""
 
 
 def check_environment(prepared: PreparedRun) -> list[str]:
@@ -77,6 +80,9 @@ class EnvironmentPacker:
         """
         if prepared.spec.job.environment != "ship":
             return None
+        # Not at the top: few submissions need it.
+        from clustertrain.submit.shipping.archive import pack
+
         environment = find_environment(find_python(prepared))
         if environment not in self._packed:
             self._packed[environment], outside = pack(environment, self._on_progress)
