@@ -57,6 +57,8 @@ class _Files(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     files: list[tuple[str, int]]
     """Path and size of each file."""
+    boot_id: str
+    """The start of the node. After a crash, files of the right size may be empty, since nothing waits for the disk."""
 
 
 class EnvironmentCopy:
@@ -144,10 +146,14 @@ class EnvironmentCopy:
             shutil.rmtree(path, ignore_errors=True)
         self._make_room(Path(environment.archive).stat().st_size)
         partial.mkdir(mode=0o700)
-        self._extract(environment.archive, partial, folder / "tar.log")
-        relocate_files(partial, environment, copy)
-        fsio.write_bytes(folder / "files.json", msgspec.json.encode(_list_files(partial)))
-        partial.rename(copy)
+        try:
+            self._extract(environment.archive, partial, folder / "tar.log")
+            relocate_files(partial, environment, copy)
+            fsio.write_bytes(folder / "files.json", msgspec.json.encode(_list_files(partial)))
+            partial.rename(copy)
+        except BaseException:  # the job needs the space
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def _make_room(self, size: int) -> None:
         """Remove other copies for one of ``size`` bytes, as the limit and the free space require."""
@@ -247,16 +253,20 @@ def _list_files(folder: Path) -> _Files:
         for name in names:
             path = Path(parent, name)
             files.append((str(path.relative_to(folder)), path.lstat().st_size))
-    return _Files(bytes=sum(size for _, size in files), files=files)
+    return _Files(bytes=sum(size for _, size in files), files=files, boot_id=_read_boot_id())
+
+
+def _read_boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _is_whole(folder: Path) -> bool:
     """Return whether the copy is complete. Programs that clean /tmp remove single files that nobody has read."""
     copy = folder / "copy"
     files = _read_files(folder) if copy.is_dir() else None
-    if files is None:
-        return False
     try:
+        if files is None or files.boot_id != _read_boot_id():
+            return False
         return all(os.lstat(f"{copy}/{name}").st_size == size for name, size in files.files)
     except OSError:
         return False

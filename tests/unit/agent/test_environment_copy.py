@@ -9,6 +9,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -149,7 +150,18 @@ def test_reasons_against_a_copy(
     spoil(Path(shipped.archive), root(tmp_path))
     with pytest.raises(NotCopied, match=message):
         node().prepare(shipped)
-    assert not (root(tmp_path) / shipped.hash / "copy").exists()
+    assert not list(tmp_path.glob("node/*/*/copy")) and not list(tmp_path.glob("node/*/*/partial"))
+
+
+def test_copy_from_before_a_restart_of_the_node_is_unpacked_again(
+    shipped: ShippedEnvironment, node: Callable[..., EnvironmentCopy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = node(), node()
+    first.prepare(shipped)
+    first.release()
+    monkeypatch.setattr(environment_copy, "_read_boot_id", lambda: "another")
+    second.prepare(shipped)
+    assert not second.is_reused
 
 
 def test_unsuitable_node_folders(
@@ -165,6 +177,10 @@ def test_unsuitable_node_folders(
     with monkeypatch.context() as patch:
         patch.setattr(environment_copy, "find_shared_filesystem_type", lambda folder: "lustre")
         with pytest.raises(NotCopied, match=r"on a shared filesystem \(lustre\)"):
+            node().prepare(shipped)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda folder: mock.Mock(f_flag=os.ST_NOEXEC))
+        with pytest.raises(NotCopied, match="without permission to execute"):
             node().prepare(shipped)
     with pytest.raises(NotCopied, match=r"\$NO_SUCH_VARIABLE is not set here"):
         node(folder=Path("$NO_SUCH_VARIABLE")).prepare(shipped)
