@@ -40,6 +40,7 @@ _COMPILE = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2)
 
 
 def main() -> int:
+    context = measure.context(("clustertrain", "torch"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shared, mount = folder / "shared", folder / "mount"
@@ -54,7 +55,7 @@ def main() -> int:
     with_unpacking = [(row["unpack_s"] + row["shipped_s"]) / row["shared_s"] for row in rows]
     verdicts = {"start": verdict(start, GOAL), "start_with_unpacking": verdict(with_unpacking, GOAL)}
     result = {
-        **measure.context(("clustertrain", "torch")),
+        **context,
         "delay_ms": DELAY_MS,
         "node_folder": file_system(folder),
         "archive_gb": archive_gb,
