@@ -9,7 +9,18 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, cli_speed, marks, nvml_calls, planner, rank_hooks, sockets, step_overhead, telemetry
+from benchmarks import (
+    checkpoint,
+    cli_speed,
+    marks,
+    nvml_calls,
+    planner,
+    rank_hooks,
+    shipped_environment,
+    sockets,
+    step_overhead,
+    telemetry,
+)
 from benchmarks.measure import CannotRun
 
 BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
@@ -21,6 +32,10 @@ BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "rank_hooks": (
         rank_hooks.main,
         "cost of the hooks in a command's ranks, per start and step, against the bare program",
+    ),
+    "shipped_environment": (
+        shipped_environment.main,
+        "start of a rank from a shipped environment, against a shared filesystem with slow metadata; needs FUSE",
     ),
     "sockets": (sockets.main, "sockets per rank and latency of the control groups, against full gloo groups"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer, against a bare PyTorch loop"),

@@ -81,6 +81,11 @@ SLURM_MEM_PER_GPU = "SLURM_MEM_PER_GPU"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 USER_HOME = "HOME"
 LIBRARY_PATH = "LD_LIBRARY_PATH"
+SLURM_TMPDIR = "SLURM_TMPDIR"  # of many sites: a folder on the node's disk for this job
+TMPDIR = "TMPDIR"
+# May name the folder of a Python environment: lists of folders, separated by ':', and single folders.
+ENVIRONMENT_LISTS = ("PATH", "PYTHONPATH", LIBRARY_PATH)
+ENVIRONMENT_FOLDERS = ("VIRTUAL_ENV", "CONDA_PREFIX")
 NCCL_CONF_FILE = "NCCL_CONF_FILE"
 # If one of these is set, the user binds threads to CPUs.
 THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

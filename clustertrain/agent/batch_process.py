@@ -111,7 +111,8 @@ class BatchProcess:
             end_time=self.deadline.end_time,
         )
         program_checkpoints = ProgramCheckpoints(self.run, self.attempt, self.spec)
-        job_step = JobStep(self._start_step(step_argv, program_checkpoints.begin()))
+        self._publish_checkpoint(program_checkpoints.begin())
+        job_step = JobStep(self._start_step(step_argv))
         while job_step.child.poll() is None:
             self._poll_step(job_step)
             clock.wait_until(lambda: job_step.child.poll() is not None, POLL_S, POLL_S)
@@ -181,10 +182,14 @@ class BatchProcess:
         record = fsio.read_json(self.attempt.record) or {}
         return int(record.get("restart", 0))
 
-    def _start_step(self, step_argv: Sequence[str], checkpoint: str) -> StepProcess:
+    def _publish_checkpoint(self, path: str) -> None:
+        """Tell the agents which checkpoint a command resumes from. Without the file it would start from the beginning."""
+        if path:
+            fsio.write_json(self.attempt.checkpoint, {"path": path})
+
+    def _start_step(self, step_argv: Sequence[str]) -> StepProcess:
         env = {
             **os.environ,
-            **({settings.CHECKPOINT: checkpoint} if checkpoint else {}),
             settings.ATTEMPT: str(self.attempt.n),
             settings.NONCE: self.attempt.nonce.read_text(),
             settings.NODE_LIST: ",".join(self.nodes),

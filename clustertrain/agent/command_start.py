@@ -36,16 +36,27 @@ def _build_resume_arguments(job: JobSpec, run: RunDir, attempt: AttemptDir, chec
 
 
 def build_environment(
-    env: Mapping[str, str], script: ScriptSpec, job: JobSpec, *, checkpoint: str, grace_s: float | None
+    env: Mapping[str, str],
+    script: ScriptSpec,
+    job: JobSpec,
+    *,
+    checkpoint: str,
+    grace_s: float | None,
+    hooks: str = str(RANK_HOOKS),
 ) -> dict[str, str]:
-    """Return ``env`` with the variables of a command. ``grace_s``: from the warning of a preemption to the kill."""
+    """Return ``env`` with the variables of a command.
+
+    Args:
+        grace_s: from the warning of a preemption to the kill.
+        hooks: the folder of the hooks.
+    """
     built = {**env, settings.STOP_SIGNAL: job.stop_signal.partition(":")[0]}
     for name, value in ((settings.CHECKPOINT, checkpoint), (settings.GRACE, "" if grace_s is None else f"{grace_s:g}")):
         built.pop(name, None)
         if value:
             built[name] = value
     if job.hooks:
-        built["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
+        built["PYTHONPATH"] = os.pathsep.join(filter(None, (hooks, env.get("PYTHONPATH"))))
     if script.is_package:
         built["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
     return built

@@ -18,6 +18,7 @@ from clustertrain.agent import command_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
 from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks, build_rank_environment
 from clustertrain.agent.deadline import LIMIT_SIGNAL, OWN_WARNINGS, load_deadline
+from clustertrain.agent.environment_copy import EnvironmentCopy, Stopped, prepare_python
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
 from clustertrain.agent.node_result import (
@@ -26,8 +27,10 @@ from clustertrain.agent.node_result import (
     failed_record,
     read_finished_records,
     read_rank_records,
+    stopped_record,
 )
 from clustertrain.agent.rank_monitor import RankMonitor
+from clustertrain.agent.relocation import RankPython
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
@@ -39,6 +42,7 @@ from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
 from clustertrain.run.run_spec import load_command, load_spec
+from clustertrain.run.shipped_environment import load_shipped_environment
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
@@ -64,6 +68,8 @@ class NodeAgent:
         self.stop_requested_first: bool | None = None  # a stop was requested before all ranks had ended
         self.deadline = load_deadline(context.attempt.deadline)
         self.stop_deadline: float | None = None
+        self.environment_copy: EnvironmentCopy | None = None
+        self.rank_python = RankPython()
         self.command_ranks: CommandRanks | None = None
         self.stop_signal = DEFAULT_STOP_SIGNAL  # of a command
         self.stop_step: StopStepAgreement | None = None
@@ -101,6 +107,8 @@ class NodeAgent:
             telemetry.stop(HURRIED_STOP_S if hurry else STOP_S)
             self.tracking.stop(HURRIED_TRACKING_STOP_S if hurry else TRACKING_STOP_S)
             if not hurry:
+                if self.environment_copy is not None:
+                    self.environment_copy.release()
                 telemetry.compact(self._should_hurry)
                 self._requeue_if_batch_process_gone()
             return result
@@ -109,6 +117,16 @@ class NodeAgent:
             self.tracking.stop(0.0)
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
+
+    def _copy_environment(self) -> None:
+        """Let the ranks run from a node-local copy of their environment, if the run ships it."""
+        context = self.context
+        environment = load_shipped_environment(context.run)
+        if environment is None:
+            return
+        folder = load_spec(context.run).job.environment_dir
+        self.environment_copy = EnvironmentCopy(folder, context.environ, self._should_hurry)
+        self.rank_python = prepare_python(self.environment_copy, environment, node=context.node, log=self.log)
 
     def _requeue_if_batch_process_gone(self) -> None:
         if self.batch_process_watch.is_gone():
@@ -122,6 +140,12 @@ class NodeAgent:
 
     def _run_ranks(self) -> NodeResult:
         context = self.context
+        try:
+            self._copy_environment()
+        except Stopped:
+            self.log.write("signal", node=context.node, source=self._signal_source() if self.signals.first else "batch")
+            records = {r: stopped_record(r, "stopped before the ranks were started") for r in context.ranks}
+            return build_node_result(context.node, context.node_rank, context.ranks, records)
         try:
             rdzv = self._join_rendezvous()
             command = load_command(context.run)
@@ -196,7 +220,12 @@ class NodeAgent:
         context = self.context
         program = ("clustertrain", "train")
         argv = torchrun.build_command(
-            rdzv, program, context.ranks_per_node, nodes=len(context.nodes), node_rank=context.node_rank
+            rdzv,
+            program,
+            context.ranks_per_node,
+            nodes=len(context.nodes),
+            node_rank=context.node_rank,
+            python=self.rank_python.python,
         )
         return proc.start(
             argv,
@@ -209,14 +238,17 @@ class NodeAgent:
     def _start_command(self, rdzv: rendezvous.Rendezvous, script: ScriptSpec) -> CommandRanks:
         context = self.context
         job = load_spec(context.run).job
-        checkpoint = context.environ.get(settings.CHECKPOINT, "")
+        checkpoint = self._read_checkpoint()
         env = command_start.build_environment(
-            self._build_environment(rdzv), script, job, checkpoint=checkpoint, grace_s=context.grace_s
-        )
+            self._build_environment(rdzv), script, job, checkpoint=checkpoint, grace_s=context.grace_s,
+            hooks=self.rank_python.relocate(str(command_start.RANK_HOOKS)),
+        )  # fmt: skip
         self.stop_signal = parse_stop_signal(job.stop_signal)
+        command = command_start.build_command(script, job, context.run, context.attempt, checkpoint)
+        command[0] = self.rank_python.relocate(command[0])
         sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
         self.command_ranks = CommandRanks(
-            command_start.build_command(script, job, context.run, context.attempt, checkpoint),
+            command,
             {
                 rank: build_rank_environment(env, rdzv, local_rank=local_rank, **sizes)
                 for local_rank, rank in enumerate(context.ranks)
@@ -229,6 +261,11 @@ class NodeAgent:
             local_rank_index=script.local_rank_index,
         )
         return self.command_ranks
+
+    def _read_checkpoint(self) -> str:
+        """Return the checkpoint that the batch process has found for the command; empty without one."""
+        document = fsio.poll_json(self.context.attempt.checkpoint)
+        return str(document["path"]) if isinstance(document, dict) and "path" in document else ""
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
         context = self.context
@@ -251,7 +288,7 @@ class NodeAgent:
         if interface:
             # By default gloo uses the address of the host name, which is 127.0.1.1 on Debian.
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        return env
+        return self.rank_python.relocate_variables(env)
 
     def _node_settings(self, interface: str) -> dict[str, str]:
         """Return settings that neither the plan nor the user has set, and record each with its reason."""

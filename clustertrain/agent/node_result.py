@@ -193,6 +193,11 @@ def failed_record(rank: int, kind: FailureKind, error: ErrorInfo | None, *, exit
     return RankResult(rank=rank, ending="failed", finished=False, exit_code=exit_code, kind=kind, error=error)
 
 
+def stopped_record(rank: int, reason: str) -> RankResult:
+    """Return the record of a rank that was stopped without writing one."""
+    return RankResult(rank=rank, ending="stopped", finished=False, reason=reason)
+
+
 def _last_seen(rank: int, observations: RankObservations) -> LastSeen | None:
     beat = observations.heartbeats.get(rank)
     stopped = rank in observations.stopped_ranks

@@ -125,6 +125,14 @@ _JOB_OPTIONS = (
         metavar="PATH",
         help="Python of the ranks: a path, or a name in your PATH (default: the profile's, otherwise submit's own).",
     ),
+    _option(
+        "Run",
+        "--ship-env/--no-ship-env",
+        "environment",
+        default=None,
+        callback=lambda context, parameter, value: {True: "ship", False: "shared"}.get(value),
+        help="Run the ranks' Python from a copy on each node's local disk.",
+    ),
     _option("Run", "--name", metavar="NAME", help="First part of the run id (default: the recipe's or script's name)."),
     _option("Run", "--checkpoint-dir", metavar="DIR", help="Write checkpoints to DIR/<run-id>."),
     _option(

@@ -8,6 +8,7 @@ import click
 
 from clustertrain.cli.common import print_json
 from clustertrain.cli.job_options import CONTEXT_SETTINGS, TargetCommand, build_request, job_options
+from clustertrain.cli.progress import ProgressBar
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
         return _dry_run(request, as_json)
     from clustertrain.submit import transaction
 
-    submitted = transaction.submit(request)
+    with ProgressBar("packing the environment") as bar:
+        submitted = transaction.submit(request, bar)
     for note in submitted.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:

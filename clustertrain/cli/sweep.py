@@ -11,6 +11,7 @@ import click
 from clustertrain import clock
 from clustertrain.cli.common import CommandWithSubcommands, json_option, print_json
 from clustertrain.cli.job_options import CONTEXT_SETTINGS, POSITIVE, TargetCommand, build_request, job_options
+from clustertrain.cli.progress import ProgressBar
 from clustertrain.cli.submit import format_training
 from clustertrain.errors import AmbiguousName, NotFound, UsageError
 
@@ -51,7 +52,8 @@ def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool,
         return _dry_run(request, grid, at_once, as_json)
     from clustertrain.submit.sweep import format_values, submit_sweep
 
-    result = submit_sweep(request, grid, at_once)
+    with ProgressBar("packing the environment") as bar:
+        result = submit_sweep(request, grid, at_once, bar)
     for note in result.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:

@@ -12,8 +12,9 @@ import msgspec
 from clustertrain import settings
 from clustertrain.config import hardware
 from clustertrain.config.checks.ranges import check_positive
+from clustertrain.config.checks.storage_paths import check_node_folder
 from clustertrain.config.hardware import GpuType
-from clustertrain.config.job import Device
+from clustertrain.config.job import Device, EnvironmentPlace
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.config.parsing.documents import build, did_you_mean, load_toml
 from clustertrain.errors import ConfigError
@@ -60,6 +61,10 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Shell lines that the job script runs first, for example ``module load`` or ``conda activate``."""
     python: str = ""
     """Absolute path of the ranks' interpreter on the compute nodes. Empty: see ``job.python``."""
+    environment: EnvironmentPlace = "shared"
+    """Default of ``job.environment``: ``"ship"`` where imports from the shared filesystem are slow."""
+    environment_dir: str = ""
+    """Folder on the nodes' local disks for shipped environments. Empty: see ``job.environment_dir``."""
     partition: str = ""
     """Default partition. Empty: Slurm's."""
     account: str = ""
@@ -110,6 +115,8 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.gpu is not None:
             for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power_limit_factor"):
                 check_positive(f"gpu.{name}", getattr(self.gpu, name))
+        if self.environment_dir:
+            check_node_folder("environment_dir", self.environment_dir)
         if self.fabric:
             hardware.parse_node_gb_s(self.fabric)
         if self.gpus_per_node < 0:

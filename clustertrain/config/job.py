@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from clustertrain.config.checks.ranges import check_positive
+from clustertrain.config.checks.storage_paths import check_node_folder
 from clustertrain.config.command_options import (
     GLOB_PLACEHOLDERS,
     check_placeholders,
@@ -20,6 +21,7 @@ BackendName = Literal["auto", "slurm", "local"]
 LayoutName = Literal["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
 MAX_RANKS = 10**6
 Device = Literal["auto", "cuda", "cpu"]
+EnvironmentPlace = Literal["shared", "ship"]
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,6 +52,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     python: str = ""
     """Interpreter of the ranks: a path or the name of a command. Empty: the profile's, otherwise the one that runs
     ``submit``, or ``python`` of your shell if only that has torch."""
+    environment: EnvironmentPlace = "shared"
+    """Where the ranks' Python runs from. ``"ship"``: its environment is packed once, and each node runs a copy on its
+    local disk. ``"shared"``: from its own folder."""
+    environment_dir: str = ""
+    """Folder on the nodes' local disks for these copies, such as ``"/local/$USER"``. Empty: the profile's, otherwise
+    ``$SLURM_TMPDIR``, ``$TMPDIR`` or ``/tmp``."""
     cluster: str = ""
     """Name of the cluster profile. Empty: ``$CLUSTERTRAIN_CLUSTER``, otherwise none."""
     device: Device = "auto"
@@ -115,6 +123,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (automatic) or more")
         if self.dp_replicate < 0 or self.dp_shard < 0:
             raise ValueError("dp_replicate and dp_shard must be 0 (inferred) or more")
+        if self.environment_dir:
+            check_node_folder("environment_dir", self.environment_dir)
         if self.max_requeues < 0:
             raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
         if self.cpus_per_gpu < 0:

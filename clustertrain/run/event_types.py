@@ -79,6 +79,34 @@ class NodeSettings(Event, frozen=True, kw_only=True):
     """Problems of the node, and checks that could not be made."""
 
 
+class EnvironmentCopied(Event, frozen=True, kw_only=True):
+    """The ranks of a node run from a copy of their environment.
+
+    See [Ship the environment](../guides/submit.md#ship-the-environment).
+    """
+
+    writer = "agent"
+
+    node: str | None = None
+    hash: str | None = None
+    path: str | None = None
+    """Folder of the copy on the node."""
+    reused: bool | None = None
+    """It was there already."""
+    copy_s: float | None = None
+    """Time until it could be used, with waits for another agent that unpacked it."""
+    bytes: int | None = None
+
+
+class EnvironmentNotCopied(Event, frozen=True, kw_only=True):
+    """The ranks of a node run from the shared folder of their environment, although it was to be shipped."""
+
+    writer = "agent"
+
+    node: str | None = None
+    reason: str | None = None
+
+
 class RanksStarted(Event, frozen=True, kw_only=True):
     """torchrun was started."""
 

@@ -59,6 +59,11 @@ class AttemptDir:
         return self.path / "signal-warning.json"
 
     @property
+    def checkpoint(self) -> Path:
+        """The checkpoint that a command resumes from, ``{"path": …}``; missing without one."""
+        return self.path / "checkpoint.json"
+
+    @property
     def rendezvous(self) -> Path:
         return self.path / "rendezvous.json"
 
@@ -143,6 +148,11 @@ class RunDir:
     @property
     def record(self) -> Path:
         return self.path / "record.json"
+
+    @property
+    def environment(self) -> Path:
+        """The Python environment that the run takes to its nodes: :mod:`clustertrain.run.shipped_environment`."""
+        return self.path / "environment.json"
 
     @property
     def code(self) -> Path:

@@ -35,6 +35,7 @@ from clustertrain.submit.preflight import alerts, data, entry_points, machine, p
 from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun
 from clustertrain.submit.recipe import ParsedRecipe, is_recipe_path
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.shipping import ship
 
 Notes = list[str] | None
 _T = TypeVar("_T")
@@ -378,6 +379,7 @@ PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     machine.check_checkpoint_storage,
     machine.check_python,
     check_job_python,
+    ship.check_environment,
     check_directives,
     check_data,
     check_epoch_size,

@@ -21,7 +21,10 @@ from clustertrain.submit.prepared_run import ResolvedRun
 from clustertrain.submit.recipe import ParsedRecipe
 from clustertrain.submit.request import SubmitRequest
 
-_PROFILE_KEYS = ("python", "partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
+_PROFILE_KEYS = (
+    "python", "environment", "environment_dir", "partition", "account", "qos", "time", "mem", "gpu_type",
+    "cpus_per_gpu",
+)  # fmt: skip
 
 
 def resolve_run(

@@ -27,6 +27,7 @@ from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.recipe import is_integer_key
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.shipping.ship import EnvironmentPacker, OnProgress
 from clustertrain.submit.transaction import DryRun, SubmittedRun
 
 OPTION, LOG_PREFIX = "--grid", "log:"
@@ -138,8 +139,16 @@ def _parse_log_range(label: str, text: str) -> list[float]:
     return [first, *(float(f"{value:.4g}") for value in interior), last]
 
 
-def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None) -> SubmittedSweep:
+def submit_sweep(
+    request: SubmitRequest,
+    grid_args: Sequence[str],
+    max_concurrent: int | None,
+    on_progress: OnProgress | None = None,
+) -> SubmittedSweep:
     """Check and plan every run, write them all and hand them to the backend.
+
+    Args:
+        on_progress: called with the bytes done and the total while the environment is packed.
 
     Raises:
         UsageError, ConfigError: a run is refused; nothing was created.
@@ -148,6 +157,8 @@ def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurren
     tasks, notes = _prepare_tasks(request, grid_args)
     first = tasks[0].prepared
     job = first.spec.job
+    packer = EnvironmentPacker(on_progress)
+    packer.pack(first)  # the slowest step, so it comes before anything is created
     sweep = run_dir.create_sweep(job.name, share=job.share)
     created: list[tuple[RunDir, SweepTask]] = []
     try:
@@ -161,9 +172,8 @@ def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurren
             if snapshot is not None:
                 run.code.symlink_to(Path("../../sweeps", sweep.name, "code"))
             with fsio.group_umask(run.path):
-                transaction.write(
-                    task.prepared, run, snapshot, {**record, "sweep": {"id": sweep.name, "values": task.values}}
-                )
+                values = {"sweep": {"id": sweep.name, "values": task.values}}
+                transaction.write(task.prepared, run, snapshot, {**record, **values}, packer.pack(task.prepared))
             (sweep / str(n)).symlink_to(Path("../../runs", run.id))
         script = _render_array_script(tasks, sweep.name, max_concurrent)
         if script is not None:
@@ -184,7 +194,7 @@ def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurren
         (transaction.record_submission(run, job_id, name), task.values)
         for (run, task), job_id in zip(created, job_ids, strict=True)
     ]
-    notes += transaction.snapshot_notes(snapshot)
+    notes += [*packer.notes, *transaction.snapshot_notes(snapshot)]
     return SubmittedSweep(sweep, job_ids[0].rpartition("_")[0] or None, name, tuple(runs), tuple(notes))
 
 

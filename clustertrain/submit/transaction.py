@@ -22,6 +22,7 @@ from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.recipe_hash import hash_run_spec
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.shipped_environment import ShippedEnvironment
 from clustertrain.run.usage import contract_status
 from clustertrain.scheduler.backend import PENDING, Submission
 from clustertrain.submit import checks, code_snapshot, job_script, provenance, python_path, templates
@@ -29,6 +30,7 @@ from clustertrain.submit.code_snapshot import CodeSnapshot
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.shipping.ship import EnvironmentPacker, OnProgress
 
 MAX_LISTED_SECRETS = 5  # files in a note
 
@@ -52,8 +54,11 @@ class DryRun:
     notes: tuple[str, ...]
 
 
-def submit(request: SubmitRequest) -> SubmittedRun:
+def submit(request: SubmitRequest, on_progress: OnProgress | None = None) -> SubmittedRun:
     """Check and plan the run, write its folder and pass it to the backend.
+
+    Args:
+        on_progress: called with the bytes done and the total while the environment is packed.
 
     Raises:
         UsageError, ConfigError: the request is refused; nothing was created.
@@ -61,7 +66,8 @@ def submit(request: SubmitRequest) -> SubmittedRun:
     """
     prepared = prepare(request)
     notes = [*prepared.plan.warnings, *checks.check_plan(prepared), *get_backend_advice(prepared)]
-    run, snapshot = create(request, prepared)
+    packer = EnvironmentPacker(on_progress)
+    run, snapshot = create(request, prepared, packer.pack(prepared))
     try:
         with fsio.group_umask(run.path):  # Slurm gives its job.log the umask of the submission
             job_id = prepared.backend.submit(Submission(run, environ=request.environ))
@@ -69,17 +75,19 @@ def submit(request: SubmitRequest) -> SubmittedRun:
         # Not after Ctrl-C, which may come after sbatch has accepted the job: the job then needs its folder.
         remove_run(run, prepared.spec)
         raise
-    notes += snapshot_notes(snapshot)
+    notes += [*packer.notes, *snapshot_notes(snapshot)]
     return record_submission(run, job_id, prepared.backend.name, notes)
 
 
-def create(request: SubmitRequest, prepared: PreparedRun) -> tuple[RunDir, CodeSnapshot | None]:
+def create(
+    request: SubmitRequest, prepared: PreparedRun, environment: ShippedEnvironment | None = None
+) -> tuple[RunDir, CodeSnapshot | None]:
     """Create the folder of a run with all its files; a failure removes it."""
     run = run_dir.create_run(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
         with fsio.group_umask(run.path):
             snapshot = snapshot_code(request, prepared, run.code)
-            write(prepared, run, snapshot, collect_record(request, snapshot))
+            write(prepared, run, snapshot, collect_record(request, snapshot), environment)
     except BaseException:
         remove_run(run, prepared.spec)
         raise
@@ -154,7 +162,13 @@ def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
     return [note if note.isprintable() else ascii(note) for note in notes]
 
 
-def write(prepared: PreparedRun, run: RunDir, snapshot: CodeSnapshot | None, record: dict[str, Any]) -> None:
+def write(
+    prepared: PreparedRun,
+    run: RunDir,
+    snapshot: CodeSnapshot | None,
+    record: dict[str, Any],
+    environment: ShippedEnvironment | None = None,
+) -> None:
     """Write all files of a run except its code, which has already been copied."""
     spec = prepared.spec
     paths: list[Path] = []
@@ -173,6 +187,9 @@ def write(prepared: PreparedRun, run: RunDir, snapshot: CodeSnapshot | None, rec
     fsio.write_text(run.job_script, script, mode=mode | 0o100)
     fsio.write_text(run.agent_end_script, templates.read_template("agent_end.sh"), mode=mode | 0o100)
     record = {**record, "contract": contract_status.build_record(spec.recipe), "recipe_hash": hash_run_spec(spec)}
+    if environment is not None:
+        record = {**record, "environment": msgspec.to_builtins(environment)}
+        fsio.write_json(run.environment, record["environment"])
     fsio.write_json(run.record, record)
     _create_checkpoint_dir(run, spec)
 

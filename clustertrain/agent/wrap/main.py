@@ -31,7 +31,7 @@ class WrapProcess(BatchProcess):
         super().__init__(run, load_spec(run), backend, claim, signals)
         self._task = task
 
-    def _start_step(self, step_argv: Sequence[str], checkpoint: str) -> StepProcess:
+    def _start_step(self, step_argv: Sequence[str]) -> StepProcess:
         return node.StepAgents(self._task, self.run, self.attempt)
 
 

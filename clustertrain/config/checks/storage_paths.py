@@ -33,8 +33,8 @@ def check_node_folder(name: str, text: str) -> None:
         )
 
 
-def resolve_node_folder(text: str, environ: Mapping[str, str]) -> Path:
-    """Return ``text`` with environment variables and ``{job}`` substituted.
+def resolve_node_folder(text: str, environ: Mapping[str, str], key: str = "checkpoint.local") -> Path:
+    """Return ``text``, the value of ``key``, with environment variables and ``{job}`` substituted.
 
     Raises:
         UnsuitableEnvironment: a variable is unset, or the result is not an absolute path.
@@ -47,7 +47,7 @@ def resolve_node_folder(text: str, environ: Mapping[str, str]) -> Path:
             raise UnsuitableEnvironment(f"{text}: ${name} is not set here")
         return environ[name]
 
-    path = settings.expand_user_path(_VARIABLE.sub(substitute, text).replace("{job}", job), "checkpoint.local")
+    path = settings.expand_user_path(_VARIABLE.sub(substitute, text).replace("{job}", job), key)
     if not path.is_absolute():
         raise UnsuitableEnvironment(f"{text}: {path} is not an absolute path")
     return path

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from clustertrain.agent.environment_copy import Stopped
 from clustertrain.agent.node_agent import NodeAgent
 from clustertrain.agent.node_context import NodeContext
 from clustertrain.agent.signals import Signals
@@ -51,3 +53,14 @@ def test_local_backend_does_not_inspect_the_node(tmp_path: Path) -> None:
     node_agent = agent(tmp_path, CLUSTERTRAIN_LOCAL_JOB="/somewhere")
     assert node_agent._build_environment(RENDEZVOUS)["GLOO_SOCKET_IFNAME"] == "lo"
     assert list(events.filter_by_name(events.for_attempt(node_agent.context.attempt), "node_settings")) == []
+
+
+def test_stop_before_the_ranks_start_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent was unpacking the environment."""
+    node_agent = agent(tmp_path)
+    node_agent.signals.received.append("SIGTERM")
+    monkeypatch.setattr(node_agent, "_copy_environment", mock.Mock(side_effect=Stopped))
+    result = node_agent._run_ranks()
+    assert (result.ending, result.exit_code, result.reason) == ("stopped", 75, "stopped before the ranks were started")
+    (event,) = events.filter_by_name(events.for_attempt(node_agent.context.attempt), "signal")
+    assert event["source"] == "signal:SIGTERM"
