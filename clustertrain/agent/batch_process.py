@@ -183,7 +183,7 @@ class BatchProcess:
         return int(record.get("restart", 0))
 
     def _publish_checkpoint(self, path: str) -> None:
-        """Tell the agents which checkpoint a command resumes from. Without the file it would start from the beginning."""
+        """Tell the agents which checkpoint a command resumes from. Without this file it would start at step 0."""
         if path:
             fsio.write_json(self.attempt.checkpoint, {"path": path})
 
