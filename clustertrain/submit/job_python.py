@@ -130,17 +130,20 @@ def choose(
         note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
     if script is None or user is not None:  # a check refuses an interpreter that cannot run it
         if script is not None and user != Path(script.path).resolve():
-            note = (
-                note or f"{script.name} imports {user}, which uses clustertrain: it starts as a script with a session"
-            )
+            how = f"{script.name} imports {user}, which uses clustertrain: it starts as a script with a session"
+            note = note or how
         can_run = has_setup or ranks.find_trainer_problem() is None
         return JobPython(ranks, ranks, script, note if can_run else "")
     agents = own if ranks.find_agent_problem() and not has_setup else ranks
-    command = (ranks.path, "-u", script.path, *script.args)
-    plain = msgspec.structs.replace(script, args=(), command=command, path_index=2)
     without_torch = ", without torch" if ranks.lacks("torch") else ""
-    note = note or f"{script.name} does not use clustertrain: each rank runs it with {ranks.path}{without_torch}"
-    return JobPython(ranks, agents, plain, note)
+    how = f"{script.name} does not use clustertrain: each rank runs it with {ranks.path}{without_torch}"
+    return JobPython(ranks, agents, _make_command(script, ranks), f"{how}; {note}" if note else how)
+
+
+def _make_command(script: ScriptSpec, python: Interpreter) -> ScriptSpec:
+    """Return a script as a command, whose output is not buffered: its log shows what it does."""
+    command = (python.path, "-u", script.path, *script.args)
+    return msgspec.structs.replace(script, args=(), command=command, path_index=2)
 
 
 def _choose_default(own: Interpreter, request: SubmitRequest, env: Mapping[str, str], *, is_plain: bool) -> Interpreter:
