@@ -325,7 +325,7 @@ def _check_wrapped_requeue(run: RunDir, job_id: str, overrides: Mapping[str, str
 
     if overrides:
         raise UsageError(
-            f"--{next(iter(overrides))}: {run.id} runs in a batch script of your own, whose job keeps its options",
+            f"--{next(iter(overrides))}: {run.id} runs in your own batch script, whose job keeps its options",
             fix="leave it out, or change the script and submit it again with sbatch",
         )
     problem = backend_for_run(run).find_requeue_problem(job_id)

@@ -1,4 +1,4 @@
-"""``clustertrain wrap``: a program inside a batch script of the user's own."""
+"""``clustertrain wrap``: a program inside the user's own batch script."""
 
 from __future__ import annotations
 

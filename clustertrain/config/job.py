@@ -177,4 +177,4 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Names of the ``--env`` variables. Before submission ``env`` holds their values; afterwards a file of the run that
     only its owner can read."""
     wrapped: bool = False
-    """The run is a command inside a batch script of the user's own: ``clustertrain wrap``."""
+    """The run is a command inside the user's own batch script: ``clustertrain wrap``."""

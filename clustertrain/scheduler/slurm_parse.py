@@ -182,7 +182,7 @@ def _grace_advice(partition: str, grace: str) -> list[str]:
 
 
 class JobFacts(NamedTuple):
-    """What Slurm knows of a job of the user's own."""
+    """What Slurm knows of the user's own job."""
 
     has_script: bool = True
     """False for the jobs of `salloc` and `srun`."""

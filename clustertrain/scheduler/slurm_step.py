@@ -1,4 +1,4 @@
-"""The place of a process in a job step of the user's own, read from the variables that Slurm sets."""
+"""The place of a process in the user's own job step, read from the variables that Slurm sets."""
 
 from __future__ import annotations
 

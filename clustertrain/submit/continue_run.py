@@ -113,7 +113,7 @@ class Continuation:
         return self._start(lambda: backend.submit(Submission(run=self._run, options=options)))
 
     def requeue_job(self, backend: Backend, job_id: str) -> str:
-        """Requeue the ended job of a run in a batch script of the user's own, as :meth:`submit`, and return its id.
+        """Requeue the ended job of a run in the user's own batch script, as :meth:`submit`, and return its id.
 
         Raises:
             ClusterTrainError: the scheduler no longer knows the job, or does not requeue it.

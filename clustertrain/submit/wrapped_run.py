@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -193,8 +194,13 @@ def complete_request(request: SubmitRequest, task: StepTask, facts: JobFacts) ->
         "qos": environ.get("SLURM_JOB_QOS", ""),
         "time": facts.time_limit,
     }
-    sizes = {"nodes": len(task.nodes), "gpus": ranks, "backend": "slurm", "device": "cuda" if gpus else "cpu"}
-    return replace(request, wrapped=True, job={**request.job, **sizes, **{k: v for k, v in limits.items() if v}})
+    sizes: dict[str, Any] = {"nodes": len(task.nodes), "gpus": ranks, "device": "cuda" if gpus else "cpu"}
+    cores = environ.get(settings.SLURM_CPUS_ON_NODE, "")
+    if task.tasks_per_node > 1 and reading.is_unsigned_int(cores):
+        # As many threads as a task of srun has; with one task per node, those that torchrun chooses.
+        sizes["cpus_per_gpu"] = max(1, int(cores) // ranks)
+    given = {name: value for name, value in limits.items() if value}
+    return replace(request, wrapped=True, job={**request.job, **sizes, **given, "backend": "slurm"})
 
 
 def _create(request: SubmitRequest, task: StepTask, backend: SlurmBackend) -> tuple[RunDir, list[str]]:

@@ -1,4 +1,4 @@
-"""`clustertrain wrap` in batch scripts of a user's own: preempted, at the time limit, and in a job without requeue."""
+"""`clustertrain wrap` in the user's own batch scripts: preempted, at the time limit, and in a job without requeue."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``clustertrain wrap``: the batch process and the agents of a run inside a job step of the user's own."""
+"""``clustertrain wrap``: the batch process and the agents of a run inside the user's own job step."""

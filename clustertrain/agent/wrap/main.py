@@ -25,7 +25,7 @@ from clustertrain.submit.wrapped_run import open_wrapped_run
 
 
 class WrapProcess(BatchProcess):
-    """The batch process of a run in a batch script of the user's own. The job step is the one that it runs in."""
+    """The batch process of a run in the user's own batch script. The job step is the one that it runs in."""
 
     def __init__(self, task: StepTask, run: RunDir, backend: SlurmBackend, claim: Claim, signals: Signals) -> None:
         super().__init__(run, load_spec(run), backend, claim, signals)

@@ -1,6 +1,6 @@
 """The agent of a node below ``clustertrain wrap``, and what the nodes of a step know of each other.
 
-The step is started by an srun of the user's own. So each node's first task starts the node's agent, reports its end in
+The step is started by the user's own srun. So each node's first task starts the node's agent, reports its end in
 the attempt's folder, and exits only when the first task of the step has decided about the run: srun may end the others
 when one exits (``--wait``, ``--kill-on-bad-exit``).
 """

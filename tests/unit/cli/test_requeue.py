@@ -209,7 +209,7 @@ def test_request_to_a_run_being_cancelled_is_refused(running: RunDir, jobs: Fake
     assert not running.attempt(1).requeue_request.exists() and jobs.submitted == []
 
 
-# -- a run in a batch script of the user's own
+# -- a run in the user's own batch script
 
 
 def test_ended_wrapped_run_is_continued_by_its_own_job(

@@ -52,9 +52,10 @@ def make_input(
     """Return an input with fixed paths.
 
     Args:
-        more: script, run, home, python, code and secret_env; the others are fields of the job.
+        more: script, run, home, python, code, secret_env and wrapped; the others are fields of the job.
     """
-    input_fields = {k: more.pop(k) for k in ("script", "run", "home", "python", "code", "secret_env") if k in more}
+    names = ("script", "run", "home", "python", "code", "secret_env", "wrapped")
+    input_fields = {k: more.pop(k) for k in names if k in more}
     job = JobSpec(**{"backend": "slurm", **more})
     # 48 divides over every number of ranks in this file.
     spec = RunSpec(
@@ -63,6 +64,7 @@ def make_input(
         secret_env=input_fields.get("secret_env", ()),
         recipe=Recipe(train=TrainSpec(global_batch=48)),
         script=input_fields.get("script"),
+        wrapped=input_fields.get("wrapped", False),
     )
     profile = profile or ClusterProfile()
     home = Path(input_fields.get("home", "/shared/ct"))
@@ -99,6 +101,14 @@ CASES = {
         code=(Path("/shared/ct/runs/demo-abcdef/code"), Path("/shared/ct/runs/demo-abcdef/code/src")),
     ),
     "local": make_input(nodes=2, gpus=2, device="cpu", backend="local"),
+    "wrapped": make_input(
+        nodes=2,
+        gpus=4,
+        wrapped=True,
+        profile=ClusterProfile(setup=("module load not-again",), fabric_interface="ib0"),
+        script=ScriptSpec(path="train.py", cwd="/home/me", command=("python", "train.py"), path_index=1),
+        code=(Path("/shared/ct/runs/demo-abcdef/code"),),
+    ),
     "slurm-secrets": make_input(gpus=1, device="cpu", env={"A": "b", "TOKEN": "s3cret"}, secret_env=("TOKEN",)),
 }
 

@@ -135,8 +135,9 @@ def test_ranks_per_node(
     from clustertrain.submit.launchers import replace_launcher
 
     asked = replace_launcher(request(tmp_path, *command, "train.py", **options)).request
-    completed = complete_request(asked, task, JobFacts())
+    completed = complete_request(replace(asked, environ={"SLURM_CPUS_ON_NODE": "33"}), task, JobFacts())
     assert (completed.job["nodes"], completed.job["gpus"]) == (2, ranks)
+    assert completed.job.get("cpus_per_gpu") == (4 if task.tasks_per_node == 8 else None)
     assert completed.job["device"] == ("cuda" if task.num_gpus else "cpu")
 
 

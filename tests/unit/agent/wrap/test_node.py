@@ -1,4 +1,4 @@
-"""The agents of a user's own step: their ends, signals and exit codes, with real processes in place of agents."""
+"""The agents in the user's own job step: their ends, signals and exit codes, with real processes in place of agents."""
 
 from __future__ import annotations
 
