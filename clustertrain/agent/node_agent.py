@@ -31,6 +31,7 @@ from clustertrain.agent.node_result import (
 )
 from clustertrain.agent.rank_monitor import RankMonitor
 from clustertrain.agent.relocation import RankPython
+from clustertrain.agent.signal_witness import SignalWitness
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
@@ -71,6 +72,7 @@ class NodeAgent:
         self.environment_copy: EnvironmentCopy | None = None
         self.rank_python = RankPython()
         self.command_ranks: CommandRanks | None = None
+        self.signal_witness: SignalWitness | None = None
         self.stop_signal = DEFAULT_STOP_SIGNAL  # of a command
         self.stop_step: StopStepAgreement | None = None
         self.aborted = False
@@ -115,6 +117,8 @@ class NodeAgent:
         finally:
             telemetry.stop()
             self.tracking.stop(0.0)
+            if self.signal_witness is not None:
+                self.signal_witness.close()
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
 
@@ -244,6 +248,7 @@ class NodeAgent:
             hooks=self.rank_python.relocate(str(command_start.RANK_HOOKS)),
         )  # fmt: skip
         self.stop_signal = parse_stop_signal(job.stop_signal)
+        self.signal_witness = SignalWitness()
         command = command_start.build_command(script, job, context.run, context.attempt, checkpoint)
         command[0] = self.rank_python.relocate(command[0])
         sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
@@ -437,12 +442,9 @@ class NodeAgent:
         self.stop_step = None
 
     def _has_sent_stop_signal(self) -> bool:
-        """Return whether the scheduler has sent the stop signal, which it sends to every process of the step."""
+        """Return whether the scheduler has sent the stop signal to the ranks too."""
         number = self.stop_signal.number
-        if number is None or number.name not in self.signals.received:
-            return False
-        # The local backend sends only SIGTERM to all processes.
-        return number == signal.SIGTERM or settings.LOCAL_JOB not in self.context.environ
+        return number is not None and self.signal_witness is not None and self.signal_witness.has_received(number)
 
     def _is_overdue(self) -> bool:
         """Return whether a command has not ended by its deadline."""
