@@ -20,6 +20,7 @@ import msgspec
 
 from clustertrain import fsio, proc, settings
 from clustertrain.agent import rank_exec
+from clustertrain.agent.containers.ranks import RankContainers
 from clustertrain.agent.node_result import CRASH_SIGNALS
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run.results import ErrorInfo, FailureKind, RankResult, parse_rank_result
@@ -45,6 +46,7 @@ class CommandRanks:
     Args of the constructor:
         logs: log file by rank.
         stop_requested: whether the ranks have been asked to stop.
+        containers: what starts the command in a container of each rank; None: it runs on the node itself.
     """
 
     def __init__(
@@ -56,33 +58,43 @@ class CommandRanks:
         rank_dir: Path,
         logs: Mapping[int, Path],
         stop_requested: Callable[[], bool],
+        containers: RankContainers | None = None,
     ) -> None:
         self.pid = os.getpid()
         self._command = tuple(command)
         self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
+        self._containers = containers
         self._processes = {
-            rank: self._start(env, cwd if cwd.is_dir() else None, logs[rank]) for rank, env in environments.items()
+            rank: self._start(rank, env, cwd if cwd.is_dir() else None, logs[rank])
+            for rank, env in environments.items()
         }
         self._codes: dict[int, int] = {}
 
-    def _start(self, env: Mapping[str, str], cwd: Path | None, log: Path) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, env: Mapping[str, str], cwd: Path | None, log: Path) -> subprocess.Popen[bytes]:
         cpus = env.get(settings.RANK_CPUS, "").split(";")
         local_rank = int(env["LOCAL_RANK"])
         own_cpus = cpus[local_rank] if local_rank < len(cpus) else ""
-        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *self._command]
+        command: Sequence[str] = self._command
+        if self._containers is not None:
+            command, env = self._containers.build_launch(rank, command, env)
+        argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *command]
         return proc.start(argv, env=env, cwd=cwd, new_session=True)
 
     def poll(self) -> int | None:
         """Record the ranks that have ended; return None while one runs, otherwise 0 or 1."""
         for rank, process in self._processes.items():
-            code = process.poll()
+            code = self._poll_code(rank)
             if code is not None and rank not in self._codes and not self._is_still_stopping(code, process.pid):
                 self._codes[rank] = code
                 self._write_record(rank, code)
         if len(self._codes) < len(self._processes):
             return None
         return EXIT_FAILED if any(self._codes.values()) else EXIT_SUCCESS
+
+    def _poll_code(self, rank: int) -> int | None:
+        code = self._processes[rank].poll()
+        return code if code is None or self._containers is None else self._containers.to_exit_code(code)
 
     def _is_still_stopping(self, code: int, pid: int) -> bool:
         """Return whether a signal has ended the shell that is rank ``pid``, and the program that it started still runs.
@@ -105,27 +117,43 @@ class CommandRanks:
         for process in self._processes.values():
             process.kill()
             process.wait()
+        for rank in self._processes:
+            code = self._poll_code(rank)
+            if rank not in self._codes and code is not None:
+                self._codes[rank] = code
+                self._write_record(rank, code)
+
+    def clean_up(self) -> None:
+        """Remove the containers whose runtime was killed; called after all processes have ended."""
         for rank, process in self._processes.items():
-            if rank not in self._codes:
-                self._codes[rank] = process.returncode
-                self._write_record(rank, process.returncode)
+            if self._containers is not None and process.returncode < 0:
+                self._containers.clean_up(rank)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the program of each rank, and not to the processes that it started.
 
         A shell is not the program: it gets the signal, and so do its children.
         """
-        for process in self._processes.values():
+        import psutil
+
+        for rank, process in self._processes.items():
             if process.poll() is None:
-                for target in _list_programs(process.pid) if self._is_shell else ():
-                    proc.send_signal(target, number)
-                process.send_signal(number)
+                # A runtime passes signals on, but then they do not reach the program alone.
+                pid = self._containers.find_program(rank) if self._containers is not None else None
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    program = psutil.Process(pid or process.pid)
+                    for target in _list_programs(program.pid) if self._is_shell else ():
+                        proc.send_signal(target, number)
+                    program.send_signal(number)
+
+    def _has_started(self, rank: int) -> bool:
+        return self._containers is None or self._containers.has_started(rank)
 
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
         if path.exists():  # the program has opened a session of clustertrain
             return
-        record = build_record(rank, code, self._stop_requested(), self._logs[rank])
+        record = build_record(rank, code, self._stop_requested(), self._logs[rank], is_started=self._has_started(rank))
         progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")
         if isinstance(progress, dict):  # of the hooks
             steps = {name: progress.get(name) for name in ("step", "committed_step")}
@@ -178,8 +206,11 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankResult:
-    """Return how a command ended: ``code`` is its exit code, negative for a signal."""
+def build_record(rank: int, code: int, stop_requested: bool, log: Path, *, is_started: bool = True) -> RankResult:
+    """Return how a command ended: ``code`` is its exit code, negative for a signal.
+
+    ``is_started`` is False if the runtime of a container has ended without starting the command.
+    """
     how = f"exit code {code}" if code >= 0 else _signal_name(-code)
     if code == EXIT_SUCCESS or (stop_requested and code != -signal.SIGKILL):
         # Not finished: the program does not say whether it was done. After a stop request, whatever the exit code, the
@@ -191,7 +222,7 @@ def build_record(rank: int, code: int, stop_requested: bool, log: Path) -> RankR
         return RankResult(
             rank=rank, ending="stopped", finished=False, exit_code=code, reason=f"the command ended with {how}, {when}"
         )
-    kind, error = _explain_failure(code, _read_tail(log), log)
+    kind, error = _explain_failure(code, _read_tail(log), log) if is_started else _explain_start(code, _read_tail(log))
     return RankResult(rank=rank, ending="failed", finished=False, exit_code=code, kind=kind, error=error)
 
 
@@ -213,6 +244,12 @@ def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, Erro
         else "user_error"
     )  # fmt: skip
     return kind, ErrorInfo(type=name, message=message or f"see logs/{log.name}", traceback=_last_traceback(tail))
+
+
+def _explain_start(code: int, tail: str) -> tuple[FailureKind, ErrorInfo]:
+    last_line = (tail.strip().splitlines() or ["it printed nothing"])[-1]
+    message = f"the container was not started (exit code {code}): {last_line}"
+    return "environment", ErrorInfo(type="container", message=message)
 
 
 def _signal_name(number: int) -> str:

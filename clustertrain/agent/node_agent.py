@@ -17,6 +17,7 @@ import clustertrain
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
 from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
+from clustertrain.agent.containers.ranks import RankContainers
 from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
@@ -32,14 +33,14 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
-from clustertrain.config.job import ScriptSpec
+from clustertrain.config.job import RunSpec, ScriptSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
-from clustertrain.run.run_spec import load_command, load_spec
+from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
@@ -125,8 +126,9 @@ class NodeAgent:
         context = self.context
         try:
             rdzv = self._join_rendezvous()
-            command = load_command(context.run)
-            child = self._start_torchrun(rdzv) if command is None else self._start_command(rdzv, command)
+            spec = load_spec(context.run)
+            has_command = spec.script is not None and spec.script.command
+            child = self._start_ranks(rdzv, spec) if has_command or spec.job.container else self._start_torchrun(rdzv)
         except ClusterTrainError as e:
             kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
             error = ErrorInfo(type=type(e).__name__, message=str(e))
@@ -138,10 +140,12 @@ class NodeAgent:
             self._watch_ranks(child, monitor)
         finally:
             exit_code = child.poll()
-            if self.command_ranks is not None:
-                self.command_ranks.kill()
+            if isinstance(child, CommandRanks):
+                child.kill()
             proc.kill_descendants(exclude_pid=self.tracking.pid)
             child.wait()
+            if isinstance(child, CommandRanks):
+                child.clean_up()
         observations = RankObservations(
             launcher_exit_code=exit_code,
             log_tail=_read_tail(self._launcher_log) if exit_code else None,
@@ -207,31 +211,56 @@ class NodeAgent:
             ignore_stop_signals=True,
         )
 
-    def _start_command(self, rdzv: rendezvous.Rendezvous, script: ScriptSpec) -> CommandRanks:
+    def _start_ranks(self, rdzv: rendezvous.Rendezvous, spec: RunSpec) -> CommandRanks:
+        """Start each rank as a process of its own: a command, or the trainer in a container."""
         context = self.context
-        command = list(script.command)
-        if script.path_index is not None:
-            command[script.path_index] = str(context.run.code / script.path)
         env = self._build_environment(rdzv)
-        if load_spec(context.run).job.hooks:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
-        if checkpoint := self._find_checkpoint():
-            env[settings.CHECKPOINT] = checkpoint
-        if script.is_package:
-            env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
+        script = spec.script
+        if script is None:
+            command = proc.python_module_argv(spec.job.python or "python3", "clustertrain", "train")
+        else:
+            command = self._prepare_command(spec, script, env)
+        cwd = script.cwd if script is not None else str(context.run.path)
+        containers = None
+        if spec.job.container:
+            containers = RankContainers(
+                context.run,
+                spec,
+                cwd=cwd,
+                rank_dir=self.rank_dir,
+                device=context.device,
+                node_env=context.environ,
+                hooks=RANK_HOOKS,
+            )
         sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
-        self.command_ranks = CommandRanks(
+        ranks = CommandRanks(
             command,
             {
                 rank: build_rank_environment(env, rdzv, local_rank=local_rank, **sizes)
                 for local_rank, rank in enumerate(context.ranks)
             },
-            cwd=Path(script.cwd),
+            cwd=Path(cwd),
             rank_dir=self.rank_dir,
             logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
             stop_requested=self._should_hurry,
+            containers=containers,
         )
-        return self.command_ranks
+        if script is not None:
+            self.command_ranks = ranks
+        return ranks
+
+    def _prepare_command(self, spec: RunSpec, script: ScriptSpec, env: dict[str, str]) -> list[str]:
+        """Return what each rank of a command executes, and complete its environment."""
+        command = list(script.command)
+        if script.path_index is not None:
+            command[script.path_index] = str(self.context.run.code / script.path)
+        if spec.job.hooks:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
+        if checkpoint := self._find_checkpoint():
+            env[settings.CHECKPOINT] = checkpoint
+        if script.is_package:
+            env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
+        return command
 
     def _find_checkpoint(self) -> str:
         """Return the newest whole checkpoint that hooks have reported in an earlier attempt; empty without one."""

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from clustertrain.config.checks.ranges import check_positive
+from clustertrain.config.container import RuntimeName, parse_mount
 from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
@@ -82,6 +83,16 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     hooks: bool = True
     """Hook the frameworks that a command imports, to see its steps and to stop and resume it with its own
     checkpoints."""
+    container: str = ""
+    """Image in which the ranks run: a ``.sif`` or ``.sqsh`` file, an OCI bundle, a folder with a root file system, or
+    ``docker://NAME``. Empty: the profile's, otherwise none."""
+    container_runtime: RuntimeName = "auto"
+    """Program that starts the containers. ``"auto"``: the profile's, otherwise the first one that is installed and
+    takes the image."""
+    container_mounts: tuple[str, ...] = ()
+    """Files and folders that the containers see, as ``SRC[:DST[:ro]]``, after those of the profile."""
+    container_options: tuple[str, ...] = ()
+    """Further options for the runtime, after those of the profile."""
     share: bool = False
     """Let the group read the run folder (mode 0750 instead of 0700)."""
 
@@ -98,6 +109,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (automatic) or more")
         if self.dp_replicate < 0 or self.dp_shard < 0:
             raise ValueError("dp_replicate and dp_shard must be 0 (inferred) or more")
+        for mount in self.container_mounts:
+            parse_mount(mount)
         if self.max_requeues < 0:
             raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
         if self.cpus_per_gpu < 0:

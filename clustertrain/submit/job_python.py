@@ -138,6 +138,25 @@ def choose(
     return JobPython(ranks, own if ranks.find_agent_problem() else ranks, plain, note)
 
 
+def choose_in_container(
+    requested: str, node_python: str, script: ScriptSpec | None, request: SubmitRequest, env: Mapping[str, str]
+) -> JobPython:
+    """Return the interpreters of a job in containers: the image's for the ranks, one of the nodes for the agents.
+
+    Nothing here can ask the image's. A script becomes a command.
+
+    Args:
+        requested: path or name of the image's interpreter; empty: ``python3``.
+        node_python: the profile's interpreter; empty: the one that runs ``submit``.
+    """
+    ranks = Interpreter(requested or "python3")
+    agents = _inspect(node_python or sys.executable, {**request.environ, **env})
+    if script is not None and not script.command:
+        command = (ranks.path, script.path, *script.args)
+        script = msgspec.structs.replace(script, args=(), command=command, path_index=1)
+    return JobPython(ranks, agents, script)
+
+
 def _choose_default(
     own: Interpreter, script: ScriptSpec | None, request: SubmitRequest, env: Mapping[str, str]
 ) -> Interpreter:
