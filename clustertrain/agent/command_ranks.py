@@ -247,8 +247,9 @@ def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, Erro
 
 
 def _explain_start(code: int, tail: str) -> tuple[FailureKind, ErrorInfo]:
-    last_line = (tail.strip().splitlines() or ["it printed nothing"])[-1]
-    message = f"the container was not started (exit code {code}): {last_line}"
+    lines = tail.strip().splitlines() or ["it printed nothing"]
+    errors = [line for line in lines if re.search("error", line, re.IGNORECASE)]  # usage may follow
+    message = f"the container was not started (exit code {code}): {(errors or lines)[-1]}"
     return "environment", ErrorInfo(type="container", message=message)
 
 

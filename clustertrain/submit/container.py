@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,7 @@ def resolve_container(job: JobSpec, profile: ClusterProfile, cwd: Path) -> JobSp
     ]
     image = job.container
     if not is_registry_image(image):
-        image = str(cwd / settings.expand_user_path(image, "job.container"))
+        image = os.path.normpath(cwd / settings.expand_user_path(image, "job.container"))
     return msgspec.structs.replace(
         job,
         container=image,
@@ -55,7 +56,7 @@ def resolve_container(job: JobSpec, profile: ClusterProfile, cwd: Path) -> JobSp
 
 
 def _resolve_mount(mount: Mount, cwd: Path) -> Mount:
-    source = str(cwd / settings.expand_user_path(mount.source, "job.container_mounts"))
+    source = os.path.normpath(cwd / settings.expand_user_path(mount.source, "job.container_mounts"))
     if ":" in source:
         raise ConfigError(f"container_mounts: {source}: a container cannot mount a path with a colon", fix="rename it")
     return Mount(source, source if mount.target == mount.source else mount.target, mount.read_only)

@@ -15,9 +15,11 @@ from clustertrain.agent.containers import oci_bundle
 from clustertrain.agent.containers.spec import START_SCRIPT, Container, Launch
 from clustertrain.config.container import REGISTRY_PREFIX, RuntimeName, format_mount
 from clustertrain.errors import UnsuitableEnvironment
-from clustertrain.sysinfo.containers import Runtime
+from clustertrain.sysinfo.containers import Runtime, find_program
 
 _CONMON = Path(__file__).with_name("conmon")
+# An option of crun: the container stays in the control group of the job, which limits it. runc has none.
+_IN_CGROUP_OF_JOB = "cgroup-manager=disabled"
 # What the program of a runtime itself reads. A different value for the container goes into the arguments.
 _OF_CLIENT = frozenset({"PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "XDG_RUNTIME_DIR"})
 
@@ -88,6 +90,8 @@ def _enroot(program: str, container: Container, node_env: Mapping[str, str]) -> 
 
 def _podman(program: str, container: Container, node_env: Mapping[str, str]) -> Launch:
     argv = [program, f"--conmon={_CONMON}"] if os.access(_CONMON, os.X_OK) else [program]
+    if crun := find_program("crun", node_env):
+        argv += [f"--runtime={crun}", f"--runtime-flag={_IN_CGROUP_OF_JOB}"]
     argv += ["run", "--rm", f"--name={container.name}", "--log-driver=none"]
     argv += ["--network=host", "--pid=host", "--ipc=host", "--uts=host", "--cgroups=no-conmon"]
     # Without the first, files on SELinux hosts cannot be read; user 0 is the user of the job if that is not root.
@@ -104,7 +108,7 @@ def _podman(program: str, container: Container, node_env: Mapping[str, str]) -> 
             env[name] = value
             argv.append(f"--env={name}")
     # The overlay keeps the folder of the image as it is.
-    image = [f"--rootfs={container.root}:O"] if container.root else [_full_name(container.image)]
+    image = ["--rootfs", f"{container.root}:O"] if container.root else [_full_name(container.image)]
     return Launch([*argv, *container.options, *image, *container.argv[1:]], env)
 
 
@@ -119,8 +123,7 @@ def _oci(name: RuntimeName) -> Callable[[str, Container, Mapping[str, str]], Lau
 
 
 def _oci_program(program: str, name: RuntimeName) -> list[str]:
-    # The container stays in the control group of the job, which limits it; runc has no such option.
-    return [program, "--cgroup-manager=disabled"] if name == "crun" else [program]
+    return [program, f"--{_IN_CGROUP_OF_JOB}"] if name == "crun" else [program]
 
 
 _BUILDERS: dict[RuntimeName, Callable[[str, Container, Mapping[str, str]], Launch]] = {
