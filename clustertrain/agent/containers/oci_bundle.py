@@ -37,7 +37,7 @@ def build_config(container: Container, image: dict[str, Any]) -> dict[str, Any]:
     uid, gid = os.geteuid(), os.getegid()
     process: dict[str, Any] = {
         "terminal": False,
-        "user": {"uid": uid, "gid": gid},
+        "user": {"uid": 0, "gid": 0},
         "args": list(container.argv),
         "env": [f"{name}={value}" for name, value in container.env.items()],
         "cwd": "/",
@@ -48,8 +48,9 @@ def build_config(container: Container, image: dict[str, Any]) -> dict[str, Any]:
     linux: dict[str, Any] = {"namespaces": namespaces, "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
     if uid:
         namespaces.append({"type": "user"})
-        linux["uidMappings"] = [{"containerID": uid, "hostID": uid, "size": 1}]
-        linux["gidMappings"] = [{"containerID": gid, "hostID": gid, "size": 1}]
+        # runc requires that root is mapped. Files belong to the user outside.
+        linux["uidMappings"] = [{"containerID": 0, "hostID": uid, "size": 1}]
+        linux["gidMappings"] = [{"containerID": 0, "hostID": gid, "size": 1}]
     if seccomp := image.get("linux", {}).get("seccomp"):
         linux["seccomp"] = seccomp
     hooks = dict(image.get("hooks") or {})
