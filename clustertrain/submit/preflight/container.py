@@ -12,8 +12,7 @@ from clustertrain.sysinfo import containers
 
 
 def check_container(prepared: PreparedRun) -> list[str]:
-    """Refuse an image or a mount that does not exist, an image of another kind than the runtime takes, and locally a
-    runtime that is not installed."""
+    """Refuse an image or a mount that does not exist, and a runtime that is missing or takes no such image."""
     job = prepared.spec.job
     if not job.container:
         return []
