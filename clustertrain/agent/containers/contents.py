@@ -21,6 +21,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PREFIXES = ("CLUSTERTRAIN_", "SLURM_")
 _NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "LOGNAME", "TMPDIR", "USER"})
 _CHARLIECLOUD_ENVIRONMENT = "ch/environment"
+_SHARED_FOLDER = Path("/tmp")  # by the ranks of a node, as without containers
 _PYTHON_PATH = "PYTHONPATH"
 
 
@@ -68,8 +69,7 @@ def list_mounts(run: RunDir, spec: RunSpec, cwd: str, rank_dir: Path, hooks: Pat
     Raises:
         UnsuitableEnvironment: a path contains a colon, or a mount of the user does not exist on this node.
     """
-    # The ranks of a node share /tmp, as without containers.
-    folders = [Path("/tmp"), Path(tempfile.gettempdir()), rank_dir, run.path, run.code.resolve()]
+    folders = [_SHARED_FOLDER, Path(tempfile.gettempdir()), rank_dir, run.path, run.code.resolve()]
     folders += [run.checkpoints.resolve(), *([Path(cwd)] if cwd not in ("", "/") else [])]
     read_only = [hooks, *(p for p in (spec.recipe.data_path, spec.recipe.validation_path) if p is not None)]
     folders = [p for p in dict.fromkeys(folders) if p.exists()]

@@ -20,6 +20,7 @@ from clustertrain.sysinfo.containers import Runtime, find_program
 _CONMON = Path(__file__).with_name("conmon")
 # An option of crun: the container stays in the control group of the job, which limits it. runc has none.
 _IN_CGROUP_OF_JOB = "cgroup-manager=disabled"
+_MAX_FILES = 1_048_576  # podman's own, and the kernel's fs.nr_open
 # What the program of a runtime itself reads. A different value for the container goes into the arguments.
 _OF_CLIENT = frozenset({"PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "XDG_RUNTIME_DIR"})
 
@@ -155,14 +156,16 @@ def _list_limits() -> list[str]:
 
     podman otherwise raises them, which needs a privilege. It lowers its own limit of processes to pid_max.
     """
-    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
     limits = []
-    for name, number in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
-        soft, hard = (pid_max if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(number))
-        if name == "nproc":
-            soft, hard = min(soft, pid_max), min(hard, pid_max)
+    largest = {"nofile": (resource.RLIMIT_NOFILE, _MAX_FILES), "nproc": (resource.RLIMIT_NPROC, _read_pid_max())}
+    for name, (number, most) in largest.items():
+        soft, hard = (most if n == resource.RLIM_INFINITY else min(n, most) for n in resource.getrlimit(number))
         limits.append(f"--ulimit={name}={soft}:{hard}")
     return limits
+
+
+def _read_pid_max() -> int:
+    return int(Path("/proc/sys/kernel/pid_max").read_text())
 
 
 def _escape_fstab(path: str) -> str:
