@@ -17,7 +17,8 @@ from clustertrain.run.run_dir import RunDir
 def test_variables_of_the_node_stay_outside() -> None:
     node = {
         "PATH": "/node/bin", "LD_LIBRARY_PATH": "/node/lib", "CONDA_PREFIX": "/node", "HF_TOKEN": "t",
-        "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CLUSTERTRAIN_RUN_DIR": "/runs/a", "USER": "u", "PYTHONPATH": "/code:/node/site",
+        "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CLUSTERTRAIN_RUN_DIR": "/runs/a", "USER": "u",
+        "PYTHONPATH": "/code:/node/site",
     }  # fmt: skip
     ranks = {**node, "RANK": "1", "MASTER_ADDR": "n1"}
     assert contents.select_environment(ranks, node, {"HF_TOKEN", "NCCL_DEBUG", "PYTHONPATH"}) == {
