@@ -12,9 +12,12 @@ from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.container import Mount, format_mount, is_registry_image, parse_mount
 from clustertrain.config.job import JobSpec
+from clustertrain.config.parsing.documents import parse_assignment, parse_value
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.submit import code_snapshot
 from clustertrain.submit.request import SubmitRequest
+
+_KEY = "job.container"
 
 
 def find_image(request: SubmitRequest) -> str:
@@ -23,8 +26,10 @@ def find_image(request: SubmitRequest) -> str:
     Raises:
         ConfigError: the profile does not exist or is invalid.
     """
-    if "container" in request.job:
-        return str(request.job["container"])
+    assignments = [parse_assignment(text) for text in request.assignments]
+    values = {**{key: parse_value(text, key) for key, text in assignments if key == _KEY}, **request.sweep_values}
+    if "container" in request.job or _KEY in values:
+        return str(request.job.get("container", values.get(_KEY)))
     return cluster.load_profile(request.job.get("cluster", ""), request.environ).container
 
 
