@@ -40,6 +40,7 @@ from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
+from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
@@ -126,9 +127,9 @@ class NodeAgent:
         context = self.context
         try:
             rdzv = self._join_rendezvous()
-            spec = load_spec(context.run)
-            has_command = spec.script is not None and spec.script.command
-            child = self._start_ranks(rdzv, spec) if has_command or spec.job.container else self._start_torchrun(rdzv)
+            spec = _load_spec(context.run)
+            is_process_per_rank = spec is not None and (spec.job.container or (spec.script and spec.script.command))
+            child = self._start_ranks(rdzv, spec) if spec and is_process_per_rank else self._start_torchrun(rdzv)
         except ClusterTrainError as e:
             kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
             error = ErrorInfo(type=type(e).__name__, message=str(e))
@@ -437,6 +438,14 @@ class NodeAgent:
             return False
         print("clustertrain agent: the command has not ended in time and is killed", file=sys.stderr, flush=True)
         return True
+
+
+def _load_spec(run: RunDir) -> RunSpec | None:
+    """Return the specification of the run; None if it cannot be read, which the trainer reports."""
+    try:
+        return load_spec(run)
+    except ClusterTrainError:
+        return None
 
 
 def _read_tail(log: Path, size: int = 65_536) -> str:

@@ -13,7 +13,7 @@ from tests import containers, runs
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-STEPS = 80
+STEPS = 150
 
 
 def test_main_job_in_containers_is_preempted_requeued_resumed_and_reported(
@@ -25,6 +25,7 @@ def test_main_job_in_containers_is_preempted_requeued_resumed_and_reported(
     recipe = runs.write_recipe(tmp_path, steps=STEPS)
     more = {"PATH": containers.runtime_path(tmp_path), "PYTHONPATH": str(containers.ROOT)}
     options = (f"--container={bundle}", *containers.mount_options(), "--env", f"PYTHONPATH={containers.ROOT}")
+    options += ("--env", "OMP_NUM_THREADS=1")  # the four runs share the machine's cores
     submitted = {
         runtime: runs.submit(
             {**env, **more}, *options, f"--container-runtime={runtime}", "--gpus=1", "--device=cpu", str(recipe)
