@@ -83,9 +83,9 @@ class CommandRanks:
 
     def poll(self) -> int | None:
         """Record the ranks that have ended; return None while one runs, otherwise 0 or 1."""
-        for rank, process in self._processes.items():
+        for rank in self._processes:
             code = self._poll_code(rank)
-            if code is not None and rank not in self._codes and not self._is_still_stopping(code, process.pid):
+            if code is not None and rank not in self._codes and not self._is_still_stopping(rank, code):
                 self._codes[rank] = code
                 self._write_record(rank, code)
         if len(self._codes) < len(self._processes):
@@ -96,8 +96,8 @@ class CommandRanks:
         code = self._processes[rank].poll()
         return code if code is None or self._containers is None else self._containers.to_exit_code(code)
 
-    def _is_still_stopping(self, code: int, pid: int) -> bool:
-        """Return whether a signal has ended the shell that is rank ``pid``, and the program that it started still runs.
+    def _is_still_stopping(self, rank: int, code: int) -> bool:
+        """Return whether a signal has ended the shell that is the rank, and the program that it started still runs.
 
         Slurm sends SIGTERM to all processes, and it ends a shell at once. The program saves until the deadline.
         """
@@ -105,7 +105,10 @@ class CommandRanks:
             return False
         import psutil
 
-        return any(_get_session(other) == pid and _is_alive(other) for other in psutil.pids())
+        shell_pid = self._processes[rank].pid
+        if self._containers is not None:
+            shell_pid = self._containers.read_pid(rank) or shell_pid
+        return any(_get_session(other) == shell_pid and _is_alive(other) for other in psutil.pids())
 
     def wait(self) -> None:
         for process in self._processes.values():

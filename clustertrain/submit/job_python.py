@@ -147,10 +147,12 @@ def choose_in_container(
 
     Args:
         requested: path or name of the image's interpreter; empty: ``python3``.
-        node_python: the profile's interpreter; empty: the one that runs ``submit``.
+        node_python: the profile's interpreter for the agents; empty: the one that runs ``submit``.
     """
     ranks = Interpreter(requested or "python3")
-    agents = _inspect(node_python or sys.executable, {**request.environ, **env})
+    own = _inspect(sys.executable, {**request.environ, **env})
+    named = _inspect(node_python, {**request.environ, **env}) if node_python else own
+    agents = own if named.find_agent_problem() else named
     if script is not None and not script.command:
         command = (ranks.path, script.path, *script.args)
         script = msgspec.structs.replace(script, args=(), command=command, path_index=1)

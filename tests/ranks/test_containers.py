@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,8 +116,11 @@ def test_ranks_in_containers_stop_resume_fail_and_leave_nothing(submit: Submit, 
     wait_for_log(run, "ready", attempt=2)
     assert {_attempt(p) for p in find_processes(run)} == {"2"}
 
+    for process in find_processes(run):
+        process.send_signal(signal.SIGUSR2)  # as Slurm's early warning of the time limit
     run.call("requeue", run.id)
-    last = run.wait_until_final(90.0)["attempts"][-1]
+    *_, stopped, last = run.wait_until_final(90.0)["attempts"]
+    assert (stopped["state"], "ended with SIGKILL" in stopped["reason"]) == ("preempted", True), stopped
     assert (last["state"], "KeyError: 'lr'" in last["reason"]) == ("user_error", True), last
     for rank in (0, 1):
         assert "saved 1\n" in read_log(run, rank, 2)

@@ -88,10 +88,16 @@ class RankContainers:
         """Return whether the container of a rank has begun to execute; False if the runtime could not start it."""
         return self._containers[rank].pid_path.exists()
 
+    def read_pid(self, rank: int) -> int | None:
+        """Return the PID that the container of a rank has written; None if it has not started."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._containers[rank].pid_path.read_text())
+        return None
+
     def find_program(self, rank: int) -> int | None:
         """Return the PID of the rank's program on the node; None if it has not started or has ended."""
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(self._containers[rank].pid_path.read_text())
+        pid = self.read_pid(rank)
+        with contextlib.suppress(OSError):
             # The runtime may give the container process IDs of its own, against its options.
             entry = f"{settings.RANK_DIR}={self._rank_dir}".encode()
             return pid if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") else None
