@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from clustertrain import reading
-from clustertrain.config.container import RuntimeName, is_registry_image
+from clustertrain.config.container import REGISTRY_PREFIX, RuntimeName, is_registry_image
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 
 ImageKind = Literal["registry", "sif", "squashfs", "bundle", "folder"]
@@ -39,6 +40,7 @@ _DEFAULT_ORDER: dict[ImageKind, tuple[RuntimeName, ...]] = {
 _PROGRAMS: dict[RuntimeName, tuple[str, ...]] = {"apptainer": ("apptainer", "singularity"), "charliecloud": ("ch-run",)}
 # runc is in /usr/sbin on Debian, which is not in the PATH of users.
 _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+_REGISTRY_IMAGE = re.compile(re.escape(REGISTRY_PREFIX) + r"\w[\w.:/@-]*")
 _SIF_MAGIC, _SIF_MAGIC_AT = b"SIF_MAGIC", 32  # after the launch line (github.com/apptainer/sif)
 _SQUASHFS_MAGIC = b"hsqs"
 
@@ -57,6 +59,10 @@ def find_image_kind(image: str) -> ImageKind:
         ConfigError: it does not exist, or is none of the known kinds.
     """
     if is_registry_image(image):
+        if not _REGISTRY_IMAGE.fullmatch(image):
+            raise ConfigError(
+                f"container = {image!r}: not the name of an image", fix="write docker://REGISTRY/NAME:TAG"
+            )
         return "registry"
     path = Path(image)
     if path.is_dir():
@@ -109,7 +115,7 @@ def choose_runtime(image: str, kind: ImageKind, requested: RuntimeName, environ:
             return Runtime(name, program)
     if requested != "auto":
         others = [name for name in _DEFAULT_ORDER[kind] if find_program(name, environ)]
-        fix = f"use {_list_names(others)}, which is installed" if others else "install it"
+        fix = f"install it, or use {_list_names(others)}" if others else "install it"
         raise UnsuitableEnvironment(f"container_runtime = {requested!r}: it is not installed", fix=fix)
     raise UnsuitableEnvironment(
         f"container = {image!r}: no runtime for {_DESCRIPTIONS[kind]} is installed",
@@ -149,7 +155,7 @@ def find_root_folder(image: str, kind: ImageKind) -> Path:
 
 
 def _list_names(names: tuple[RuntimeName, ...] | list[RuntimeName]) -> str:
-    return " or ".join(names)
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 assert set(_KINDS) | {"auto"} == set(get_args(RuntimeName))

@@ -122,12 +122,16 @@ def test_script_becomes_a_command_and_its_repository_is_mounted(prepare_run: Pre
 BAD: dict[str, dict[str, Any]] = {
     "container: .*/no.sif does not exist": {"container": "no.sif"},
     "the file is neither a SIF nor a SquashFS image": {"container": "text"},
+    "container = 'docker://': not the name of an image": {"container": "docker://"},
     "neither config.json, as an OCI bundle, nor bin or usr": {"container": "empty"},
     "container_mounts: /no/folder does not exist": {"container": IMAGE, "container_mounts": ("/no/folder:/x",)},
     "mount '/etc:in': in must be an absolute path": {"container": IMAGE, "container_mounts": ("/etc:in",)},
     "mount '/a:/b:w': must be SRC, SRC:DST or SRC:DST:ro": {"container": IMAGE, "container_mounts": ("/a:/b:w",)},
     "'crun': cannot start an image of a registry": {"container": IMAGE, "container_runtime": "crun"},
-    "'apptainer': it is not installed\n.*use podman, which": {"container": IMAGE, "container_runtime": "apptainer"},
+    "'apptainer': it is not installed\n.*install it, or use podman": {
+        "container": IMAGE,
+        "container_runtime": "apptainer",
+    },
     "no runtime for a SIF image is installed\n.*install apptainer": {"container": "image.sif"},
     "container_mounts: no effect without a container": {"container_mounts": ("/etc",), "command": ("true",)},
     "container_runtime.*'docker'": {"container": IMAGE, "container_runtime": "docker"},

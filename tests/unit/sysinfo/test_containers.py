@@ -33,9 +33,14 @@ def test_first_installed_runtime_is_the_default(tmp_path: Path, monkeypatch: pyt
     assert choose_runtime("/a", "folder", "auto", environ) == Runtime("charliecloud", f"{tmp_path}/bin/ch-run")
     assert choose_runtime("/a", "bundle", "auto", environ) == Runtime("runc", f"{tmp_path}/sbin/runc")
     assert choose_runtime("/a", "sif", "auto", environ) == Runtime("apptainer", f"{tmp_path}/bin/singularity")
-    with pytest.raises(UnsuitableEnvironment, match=r"(?s)'crun': it is not installed.*runc or charliecloud or"):
+    with pytest.raises(
+        UnsuitableEnvironment, match=r"(?s)'crun': it is not installed.*or use runc, charliecloud or apptainer"
+    ):
         choose_runtime("/a", "bundle", "crun", environ)
-    with pytest.raises(ConfigError, match=r"(?s)'enroot': cannot start an OCI bundle.*use crun or runc or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)'enroot': cannot start an OCI bundle.*use crun, runc, podman, charliecloud or apptainer",
+    ):
         choose_runtime("/a", "bundle", "enroot", environ)
 
 
