@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
+.PHONY: help setup demo test test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -94,6 +94,9 @@ chaos-checkpoint: setup ## 100 short runs to which things happen, each brought t
 
 chaos-slurm: setup test-packages ## a storm of 100 faults on runs of the Slurm testbed, as root; CHAOS='--seed S --rounds N --round K'
 	$(BIN)/python -m tests.harness.chaos_slurm $(CHAOS)
+
+interruptions: setup test-packages ## programs of other frameworks, interrupted, beside what each framework does alone; INTERRUPTIONS='--seed S'
+	$(BIN)/python -m tests.harness.interruptions $(INTERRUPTIONS)
 
 fuzz: setup ## 10,000 hostile inputs for every command, recipe and file of a run; FUZZ='--inputs N --seed S --class NAME'
 	$(BIN)/python -m tests.harness.fuzz $(FUZZ)

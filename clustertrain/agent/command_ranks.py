@@ -149,16 +149,17 @@ class CommandRanks:
                         proc.send_signal(target, number)
                     program.send_signal(number)
 
-    def _has_started(self, rank: int) -> bool:
-        return self._containers is None or self._containers.has_started(rank)
-
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
         if path.exists():  # the program has opened a session of clustertrain
             return
-        record = build_record(rank, code, self._stop_requested(), self._logs[rank], is_started=self._has_started(rank))
-        progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")
-        if isinstance(progress, dict):  # of the hooks
+        progress = fsio.poll_json(self._rank_dir / f"progress-{rank}.json")  # of the hooks
+        # A shell may have gone on after a training that was done, and lost the next one to the stop.
+        is_done = isinstance(progress, dict) and progress.get("finished") is True and not self._is_shell
+        record = build_record(rank, code, self._stop_requested(), self._logs[rank], is_done=is_done)
+        if record.ending == "failed" and self._containers is not None and not self._containers.has_started(rank):
+            record = msgspec.structs.replace(record, kind="environment", error=_explain_start(code, self._logs[rank]))
+        if isinstance(progress, dict):
             steps = {name: progress.get(name) for name in ("step", "committed_step")}
             record = parse_rank_result({**msgspec.to_builtins(record), **steps}) or record
         try:
@@ -209,12 +210,16 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def build_record(rank: int, code: int, stop_requested: bool, log: Path, *, is_started: bool = True) -> RankResult:
-    """Return how a command ended: ``code`` is its exit code, negative for a signal.
+def build_record(rank: int, code: int, stop_requested: bool, log: Path, *, is_done: bool = False) -> RankResult:
+    """Return how a command ended.
 
-    ``is_started`` is False if the runtime of a container has ended without starting the command.
+    Args:
+        code: its exit code, negative for a signal.
+        is_done: it has reported that its training did all its steps.
     """
     how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+    if code == EXIT_SUCCESS and is_done:
+        return RankResult(rank=rank, ending="completed", finished=True, exit_code=code)
     if code == EXIT_SUCCESS or (stop_requested and code != -signal.SIGKILL):
         # Not finished: the program does not say whether it was done. After a stop request, whatever the exit code, the
         # run continues, and a program that was done ends at once in the next attempt.
@@ -225,7 +230,7 @@ def build_record(rank: int, code: int, stop_requested: bool, log: Path, *, is_st
         return RankResult(
             rank=rank, ending="stopped", finished=False, exit_code=code, reason=f"the command ended with {how}, {when}"
         )
-    kind, error = _explain_failure(code, _read_tail(log), log) if is_started else _explain_start(code, _read_tail(log))
+    kind, error = _explain_failure(code, _read_tail(log), log)
     return RankResult(rank=rank, ending="failed", finished=False, exit_code=code, kind=kind, error=error)
 
 
@@ -249,11 +254,12 @@ def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, Erro
     return kind, ErrorInfo(type=name, message=message or f"see logs/{log.name}", traceback=_last_traceback(tail))
 
 
-def _explain_start(code: int, tail: str) -> tuple[FailureKind, ErrorInfo]:
-    lines = tail.strip().splitlines() or ["it printed nothing"]
+def _explain_start(code: int, log: Path) -> ErrorInfo:
+    """Return why a container did not start the command, from the last error that the runtime has printed."""
+    lines = _read_tail(log).strip().splitlines() or ["it printed nothing"]
     errors = [line for line in lines if re.search("error", line, re.IGNORECASE)]  # usage may follow
     message = f"the container was not started (exit code {code}): {(errors or lines)[-1]}"
-    return "environment", ErrorInfo(type="container", message=message)
+    return ErrorInfo(type="container", message=message)
 
 
 def _signal_name(number: int) -> str:

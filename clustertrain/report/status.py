@@ -53,7 +53,7 @@ GOODPUT_LABELS = {
     "shutdown_s": "shutdown",
     "lost_s": "lost",
 }
-NO_STEPS_REPORTED = "the script has reported no steps; see docs/guides/training-scripts.md"
+NO_STEPS_REPORTED = "the program has reported no steps; see docs/guides/any-program.md"
 METER_WIDTH = 30
 RECIPE_HASH_DIGITS = 7  # `list --recipe` accepts a prefix of this length
 

@@ -99,7 +99,7 @@ class Job:
             self._write(progress, "end")
         if progress is not None:
             stop.withdraw()
-            progress.close()
+            progress.finish()
 
     def log(self, **values: float) -> None:
         """Report numbers of the current step, such as ``loss=…``: they are in the run's metrics and reports.

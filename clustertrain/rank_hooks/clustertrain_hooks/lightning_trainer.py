@@ -166,6 +166,6 @@ def build_callback(
         @guarded
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             stop.withdraw()
-            progress.close()
+            progress.finish()
 
     return ClusterTrainCallback()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import time
 from typing import Any
 
@@ -69,7 +70,7 @@ class Progress:
         self.wrote_row = False
         self._heartbeat = Heartbeat(rank.rank_dir, rank.rank)
         self._records = Records(rank) if rank.rank == 0 else None
-        self._is_closed = False
+        self._is_closed = self._is_finished = False
         self._began = began
         self._row: dict[str, Any] = {}
         self._next_values: dict[str, float] = {}
@@ -84,6 +85,9 @@ class Progress:
     def begin(self) -> None:
         """Report that the first step begins after ``self.step`` steps."""
         self._is_closed = False
+        if self._is_finished:  # an earlier training of this process
+            self._is_finished = False
+            self._write_state()
         self._began, self._excluded_s, self.data_wait_s = time.monotonic(), 0.0, 0.0
         beat = self._heartbeat
         beat.step, beat.phase, beat.step_began = self.step, heartbeat.TRAIN, self._began
@@ -173,6 +177,14 @@ class Progress:
     def record_stop(self, step: int) -> None:
         self._write_event("stop_agreed", step=step, save=True)
 
+    def finish(self) -> None:
+        """Report that the training has done all its steps, if exit code 0 will then say that the program is done.
+
+        A program with a handler of SIGTERM may exit with code 0 because it was stopped.
+        """
+        self._is_finished = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        self.close()
+
     def close(self) -> None:
         """Report that the training of this process is over."""
         self._flush_row()
@@ -194,7 +206,8 @@ class Progress:
             self._records.write_event(event, **fields)
 
     def _write_state(self) -> None:
-        self.rank.write(f"progress-{self.rank.rank}.json", {"step": self.step, "committed_step": self._committed_step})
+        state = {"step": self.step, "committed_step": self._committed_step, "finished": self._is_finished}
+        self.rank.write(f"progress-{self.rank.rank}.json", state)
 
 
 def _select_numbers(values: dict[str, Any]) -> dict[str, float]:

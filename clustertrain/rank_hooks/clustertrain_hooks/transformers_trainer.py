@@ -155,6 +155,6 @@ def build_callback(
         @guarded
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             stop.withdraw()
-            progress.close()
+            progress.finish()
 
     return ClusterTrainCallback()

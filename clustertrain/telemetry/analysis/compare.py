@@ -213,7 +213,7 @@ def _goodput_ratio(s: Summary) -> float | None:
 
 
 def _why_no_goodput(s: Summary) -> str:
-    return "no attempt has started" if s.goodput is None else "the script has reported no steps"
+    return "no attempt has started" if s.goodput is None else "the program has reported no steps"
 
 
 # In display order.

@@ -174,3 +174,18 @@ def test_killed_rank_is_recorded_as_killed(start: Start, tmp_path: Path) -> None
     assert (record.ending, record.exit_code, record.reason) == (
         "stopped", -9, "the command ended with SIGKILL, after the stop request",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "ending"),
+    [("python", 0, ("completed", True)), ("python", 3, ("completed", False)), ("sh", 0, ("completed", False))],
+)
+def test_program_that_was_done_at_a_stop_request_is_not_started_again(
+    start: Start, tmp_path: Path, program: str, code: int, ending: tuple[str, bool]
+) -> None:
+    (tmp_path / "progress-0.json").write_text('{"step": 500, "committed_step": 480, "finished": true}')
+    command = ("sh", "-c", "exit 0") if program == "sh" else (sys.executable, "-c", f"raise SystemExit({code})")
+    run(start(*command, stop_requested=True))
+    record = read_rank_records(tmp_path, [0])[0]
+    assert (record.ending, record.finished) == ending
+    assert (record.step, record.committed_step) == (500, 480)

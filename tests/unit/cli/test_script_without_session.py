@@ -54,7 +54,7 @@ def new_script_run(home: Path, name: str, *, ended: bool = True) -> RunDir:
 def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_script_run(tmp_path, "script-abc234")
     shown = run_cli("status", run.id)
-    assert "the script has reported no steps; see docs/guides/training-scripts.md" in shown
+    assert "the program has reported no steps; see docs/guides/any-program.md" in shown
     assert "goodput unknown" in shown and "0%;" not in shown
     assert "to 0" not in shown and " - " not in shown
     status = json.loads(run_cli("status", run.id, "--json"))
@@ -63,7 +63,7 @@ def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path
     assert "Goodput " not in run_cli("telemetry", run.id)
     assert json.loads(run_cli("telemetry", run.id, "--json"))["goodput"]["ratio"] is None
     run_cli("telemetry", run.id, "--html", "page.html")
-    assert "the script has reported no steps" in (tmp_path / "page.html").read_text()
+    assert "the program has reported no steps" in (tmp_path / "page.html").read_text()
     assert "goodput" not in run_cli("top", run.id, "--once")
     other = new_script_run(tmp_path, "other-zzz222")
     telemetry = json.loads(run_cli("compare", run.id, other.id, "--json"))["telemetry"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,21 @@ def test_relative_checkpoint_is_recorded_with_its_whole_path(tmp_path: Path, mon
     later = Rank(rank=0, world_size=1, attempt=2, run_dir=str(tmp_path), rank_dir=str(tmp_path))
     assert list_saved(later, "training") == [str(tmp_path / "out" / "checkpoint-10")]
     progress.close()
+
+
+def test_only_a_program_without_a_handler_can_say_that_it_is_done(tmp_path: Path) -> None:
+    def is_finished() -> bool:
+        return bool(json.loads((tmp_path / "progress-0.json").read_text())["finished"])
+
+    progress = build_progress(tmp_path)
+    progress.begin()
+    progress.finish()
+    assert is_finished()
+    progress.begin()  # a second training of the program
+    assert not is_finished()
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        progress.finish()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not is_finished()
