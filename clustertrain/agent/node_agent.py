@@ -13,11 +13,10 @@ from typing import Any
 
 import msgspec
 
-import clustertrain
 from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent import rank_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
-from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
-from clustertrain.agent.containers.ranks import RankContainers
+from clustertrain.agent.command_ranks import CommandRanks
 from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
@@ -33,10 +32,8 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
-from clustertrain.config.job import RunSpec, ScriptSpec
+from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
-from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
-from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
@@ -47,7 +44,6 @@ from clustertrain.scheduler.sockets import find_interface_to
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in the batch process
-RANK_HOOKS = Path(clustertrain.__file__).with_name("rank_hooks")
 REQUEUE_GRACE_S = 300.0  # for a command to end after a requeue by hand, if the grace time is unknown
 
 
@@ -213,61 +209,12 @@ class NodeAgent:
         )
 
     def _start_ranks(self, rdzv: rendezvous.Rendezvous, spec: RunSpec) -> CommandRanks:
-        """Start each rank as a process of its own: a command, or the trainer in a container."""
-        context = self.context
-        env = self._build_environment(rdzv)
-        script = spec.script
-        if script is None:
-            command = proc.python_module_argv(spec.job.python or "python3", "clustertrain", "train")
-        else:
-            command = self._prepare_command(spec, script, env)
-        cwd = script.cwd if script is not None else str(context.run.path)
-        containers = None
-        if spec.job.container:
-            containers = RankContainers(
-                context.run,
-                spec,
-                cwd=cwd,
-                rank_dir=self.rank_dir,
-                device=context.device,
-                node_env=context.environ,
-                hooks=RANK_HOOKS,
-            )
-        sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
-        ranks = CommandRanks(
-            command,
-            {
-                rank: build_rank_environment(env, rdzv, local_rank=local_rank, **sizes)
-                for local_rank, rank in enumerate(context.ranks)
-            },
-            cwd=Path(cwd),
-            rank_dir=self.rank_dir,
-            logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
-            stop_requested=self._should_hurry,
-            containers=containers,
+        ranks = rank_start.start_ranks(
+            self.context, spec, rdzv, self._build_environment(rdzv), self.rank_dir, self._should_hurry
         )
-        if script is not None:
+        if spec.script is not None:
             self.command_ranks = ranks
         return ranks
-
-    def _prepare_command(self, spec: RunSpec, script: ScriptSpec, env: dict[str, str]) -> list[str]:
-        """Return what each rank of a command executes, and complete its environment."""
-        command = list(script.command)
-        if script.path_index is not None:
-            command[script.path_index] = str(self.context.run.code / script.path)
-        if spec.job.hooks:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(RANK_HOOKS), env.get("PYTHONPATH"))))
-        if checkpoint := self._find_checkpoint():
-            env[settings.CHECKPOINT] = checkpoint
-        if script.is_package:
-            env["PYTHONSAFEPATH"] = "1"  # otherwise Python imports from the current folder before the snapshot
-        return command
-
-    def _find_checkpoint(self) -> str:
-        """Return the newest whole checkpoint that hooks have reported in an earlier attempt; empty without one."""
-        run, attempt = self.context.run.path, self.context.attempt.n
-        rank = Rank(rank=0, world_size=1, attempt=attempt, run_dir=str(run), rank_dir=str(self.rank_dir))
-        return next((path for path in checkpoints.list_saved(rank) if not checkpoints.find_problem(path)), "")
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
         context = self.context
