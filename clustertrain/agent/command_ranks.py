@@ -20,6 +20,7 @@ import msgspec
 
 from clustertrain import fsio, proc, settings
 from clustertrain.agent import rank_exec
+from clustertrain.agent.containers.ranks import RankContainers
 from clustertrain.agent.node_result import CRASH_SIGNALS
 from clustertrain.config.command_options import StopSignal
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
@@ -51,6 +52,7 @@ class CommandRanks:
         local_rank_index: which element of ``command`` is an option that gets the local rank of each rank.
         stop_requested: whether the ranks have been asked to stop.
         stop_signal: the signal that asks them.
+        containers: what starts the command in a container of each rank; None: it runs on the node itself.
     """
 
     def __init__(
@@ -64,45 +66,58 @@ class CommandRanks:
         stop_requested: Callable[[], bool],
         stop_signal: StopSignal = DEFAULT_STOP_SIGNAL,
         local_rank_index: int | None = None,
+        containers: RankContainers | None = None,
     ) -> None:
         self.pid = os.getpid()
         self._stop_signal = stop_signal
         self._command, self._local_rank_index = tuple(command), local_rank_index
         self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
+        self._containers = containers
         self._processes = {
-            rank: self._start(env, cwd if cwd.is_dir() else None, logs[rank]) for rank, env in environments.items()
+            rank: self._start(rank, env, cwd if cwd.is_dir() else None, logs[rank])
+            for rank, env in environments.items()
         }
         self._codes: dict[int, int] = {}
 
-    def _start(self, env: Mapping[str, str], cwd: Path | None, log: Path) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, env: Mapping[str, str], cwd: Path | None, log: Path) -> subprocess.Popen[bytes]:
         cpus = env.get(settings.RANK_CPUS, "").split(";")
         local_rank = int(env["LOCAL_RANK"])
         own_cpus = cpus[local_rank] if local_rank < len(cpus) else ""
-        command = list(self._command)
+        command: Sequence[str] = self._command
         if self._local_rank_index is not None:
-            command[self._local_rank_index] += f"={local_rank}"
+            index = self._local_rank_index
+            command = [*command[:index], f"{command[index]}={local_rank}", *command[index + 1 :]]
+        if self._containers is not None:
+            command, env = self._containers.build_launch(rank, command, env)
         argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *command]
         return proc.start(argv, env=env, cwd=cwd, new_session=True)
 
     def poll(self) -> int | None:
         """Record the ranks that have ended; return None while one runs, otherwise 0 or 1."""
-        for rank, process in self._processes.items():
-            code = process.poll()
-            if code is not None and rank not in self._codes and not self._is_still_stopping(code, process.pid):
+        for rank in self._processes:
+            code = self._poll_code(rank)
+            if code is not None and rank not in self._codes and not self._is_still_stopping(rank, code):
                 self._codes[rank] = code
                 self._write_record(rank, code)
         if len(self._codes) < len(self._processes):
             return None
         return EXIT_FAILED if any(self._codes.values()) else EXIT_SUCCESS
 
-    def _is_still_stopping(self, code: int, pid: int) -> bool:
-        """Return whether a signal has ended the shell that is rank ``pid``, and the program that it started still runs.
+    def _poll_code(self, rank: int) -> int | None:
+        code = self._processes[rank].poll()
+        return code if code is None or self._containers is None else self._containers.to_exit_code(code)
+
+    def _is_still_stopping(self, rank: int, code: int) -> bool:
+        """Return whether a signal has ended the shell that is the rank, and the program that it started still runs.
 
         Slurm sends SIGTERM to all processes, and it ends a shell at once. The program saves until the deadline.
         """
         if -code not in self._ending_signals or not self._is_shell or not self._stop_requested():
             return False
+        pid = self._processes[rank].pid
+        if self._containers is not None:
+            pid = self._containers.read_pid(rank) or pid
         return any(_is_alive(other) for other in _list_session(pid))
 
     @property
@@ -120,10 +135,17 @@ class CommandRanks:
         for process in self._processes.values():
             process.kill()
             process.wait()
+        for rank in self._processes:
+            code = self._poll_code(rank)
+            if rank not in self._codes and code is not None:
+                self._codes[rank] = code
+                self._write_record(rank, code)
+
+    def clean_up(self) -> None:
+        """Remove the containers whose runtime was killed; called after all processes have ended."""
         for rank, process in self._processes.items():
-            if rank not in self._codes:
-                self._codes[rank] = process.returncode
-                self._write_record(rank, process.returncode)
+            if self._containers is not None and process.returncode < 0:
+                self._containers.clean_up(rank)
 
     def send_stop_signal(self) -> None:
         """Send the stop signal to the program of each rank, and not to the processes that it started.
@@ -135,19 +157,26 @@ class CommandRanks:
             return
         for rank, process in self._processes.items():
             if rank not in self._codes:
-                for target in self._list_other_targets(process):
+                pid = self._find_program(rank)
+                for target in self._list_other_targets(pid, has_ended=process.poll() is not None):
                     proc.send_signal(target, number)
                 if process.poll() is None:
-                    process.send_signal(number)
+                    _send_to(pid, number)
 
-    def _list_other_targets(self, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-        """Return the processes that get the stop signal beside the rank's own process."""
+    def _find_program(self, rank: int) -> int:
+        """Return the PID of the rank's program; of the runtime if its container has not started."""
+        # A runtime passes signals on, but then they do not reach the program alone.
+        pid = self._containers.find_program(rank) if self._containers is not None else None
+        return pid or self._processes[rank].pid
+
+    def _list_other_targets(self, pid: int, *, has_ended: bool) -> list[psutil.Process]:
+        """Return the processes that get the stop signal beside the rank's program ``pid``."""
         if self._stop_signal.to_all:
-            return _list_all(process.pid)
+            return _list_all(pid)
         if not self._is_shell:
             return []
         # The scheduler's SIGTERM may have ended the shell.
-        return _list_programs(process.pid) if process.poll() is None else _list_orphans(process.pid)
+        return _list_orphans(pid) if has_ended else _list_programs(pid)
 
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
@@ -159,6 +188,8 @@ class CommandRanks:
         record = build_record(
             rank, code, self._stop_requested(), self._logs[rank], is_done=is_done, ended_by=self._name_end(code)
         )
+        if record.ending == "failed" and self._containers is not None and not self._containers.has_started(rank):
+            record = msgspec.structs.replace(record, kind="environment", error=_explain_start(code, self._logs[rank]))
         if isinstance(progress, dict):
             steps = {name: progress.get(name) for name in ("step", "committed_step")}
             record = parse_rank_result({**msgspec.to_builtins(record), **steps}) or record
@@ -195,6 +226,13 @@ def _list_programs(pid: int) -> list[psutil.Process]:
             if child.name() in proc.SHELLS:
                 programs += _list_programs(child.pid)
     return programs
+
+
+def _send_to(pid: int, number: signal.Signals) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        proc.send_signal(psutil.Process(pid), number)
 
 
 def _list_orphans(pid: int) -> list[psutil.Process]:
@@ -297,6 +335,14 @@ def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, Erro
         else "user_error"
     )  # fmt: skip
     return kind, ErrorInfo(type=name, message=message or f"see logs/{log.name}", traceback=_last_traceback(tail))
+
+
+def _explain_start(code: int, log: Path) -> ErrorInfo:
+    """Return why a container did not start the command, from the last error that the runtime has printed."""
+    lines = _read_tail(log).strip().splitlines() or ["it printed nothing"]
+    errors = [line for line in lines if re.search("error", line, re.IGNORECASE)]  # usage may follow
+    message = f"the container was not started (exit code {code}): {(errors or lines)[-1]}"
+    return ErrorInfo(type="container", message=message)
 
 
 def _signal_name(number: int) -> str:

@@ -68,7 +68,7 @@ def find_micro_batch(
         on_progress: called with lines about the progress; each trial takes seconds to minutes.
 
     Raises:
-        UsageError: the run has a script.
+        UsageError: the run has a script or a container.
         UnsuitableEnvironment: this process is not on a node of an allocation, or the job's Python lacks torch.
         ConfigError: the data cannot be used, or this machine's ranks cannot represent the layout.
     """
@@ -98,7 +98,7 @@ def _local_world_size(prepared: PreparedRun, environ: Mapping[str, str]) -> int:
     """Return how many ranks of the plan this machine has.
 
     Raises:
-        UsageError: the run has a script.
+        UsageError: the run has a script or a container.
         UnsuitableEnvironment: this process is not on a node of an allocation.
     """
     job = prepared.spec.job
@@ -106,6 +106,11 @@ def _local_world_size(prepared: PreparedRun, environ: Mapping[str, str]) -> int:
         raise UsageError(
             "--find-micro-batch tries the step of the built-in trainer; a script has its own",
             fix="use a recipe; model.entry names your own module",
+        )
+    if job.container:
+        raise UsageError(
+            "--find-micro-batch runs on the node itself, without the container of the job",
+            fix='run it inside the image, or add --container ""',
         )
     if job.backend == "local":
         return prepared.plan.world_size  # one machine stands for all nodes

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.agent import command_start
+from clustertrain.agent import rank_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
-from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks, build_rank_environment
+from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks
 from clustertrain.agent.deadline import LIMIT_SIGNAL, OWN_WARNINGS, load_deadline
 from clustertrain.agent.environment_copy import EnvironmentCopy, Stopped, prepare_python
 from clustertrain.agent.node_context import NodeContext, load_node_context
@@ -37,12 +37,13 @@ from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
 from clustertrain.config.command_options import parse_stop_signal
-from clustertrain.config.job import ScriptSpec
+from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
-from clustertrain.run.run_spec import load_command, load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.run.shipped_environment import load_shipped_environment
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
@@ -152,8 +153,9 @@ class NodeAgent:
             return build_node_result(context.node, context.node_rank, context.ranks, records)
         try:
             rdzv = self._join_rendezvous()
-            command = load_command(context.run)
-            child = self._start_torchrun(rdzv) if command is None else self._start_command(rdzv, command)
+            spec = _load_spec(context.run)
+            is_process_per_rank = spec is not None and (spec.job.container or (spec.script and spec.script.command))
+            child = self._start_ranks(rdzv, spec) if spec and is_process_per_rank else self._start_torchrun(rdzv)
         except ClusterTrainError as e:
             kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
             error = ErrorInfo(type=type(e).__name__, message=str(e))
@@ -165,10 +167,12 @@ class NodeAgent:
             self._watch_ranks(child, monitor)
         finally:
             exit_code = child.poll()
-            if self.command_ranks is not None:
-                self.command_ranks.kill()
+            if isinstance(child, CommandRanks):
+                child.kill()
             proc.kill_descendants(exclude_pid=self.tracking.pid)
             child.wait()
+            if isinstance(child, CommandRanks):
+                child.clean_up()
         observations = RankObservations(
             launcher_exit_code=exit_code,
             log_tail=_read_tail(self._launcher_log) if exit_code else None,
@@ -239,38 +243,20 @@ class NodeAgent:
             ignore_stop_signals=True,
         )
 
-    def _start_command(self, rdzv: rendezvous.Rendezvous, script: ScriptSpec) -> CommandRanks:
-        context = self.context
-        job = load_spec(context.run).job
-        checkpoint = self._read_checkpoint()
-        env = command_start.build_environment(
-            self._build_environment(rdzv), script, job, checkpoint=checkpoint, grace_s=context.grace_s,
-            hooks=self.rank_python.relocate(str(command_start.RANK_HOOKS)),
-        )  # fmt: skip
-        self.stop_signal = parse_stop_signal(job.stop_signal)
-        self.signal_witness = SignalWitness()
-        command = command_start.build_command(script, job, context.run, context.attempt, checkpoint)
-        command[0] = self.rank_python.relocate(command[0])
-        sizes = {"ranks_per_node": context.ranks_per_node, "nodes": len(context.nodes), "node_rank": context.node_rank}
-        self.command_ranks = CommandRanks(
-            command,
-            {
-                rank: build_rank_environment(env, rdzv, local_rank=local_rank, **sizes)
-                for local_rank, rank in enumerate(context.ranks)
-            },
-            cwd=Path(script.cwd),
+    def _start_ranks(self, rdzv: rendezvous.Rendezvous, spec: RunSpec) -> CommandRanks:
+        ranks = rank_start.start_ranks(
+            self.context,
+            spec,
+            rdzv,
+            self._build_environment(rdzv),
             rank_dir=self.rank_dir,
-            logs={rank: context.attempt.rank_log(rank) for rank in context.ranks},
+            python=self.rank_python,
             stop_requested=self._should_hurry,
-            stop_signal=self.stop_signal,
-            local_rank_index=script.local_rank_index,
         )
-        return self.command_ranks
-
-    def _read_checkpoint(self) -> str:
-        """Return the checkpoint that the batch process has found for the command; empty without one."""
-        document = fsio.poll_json(self.context.attempt.checkpoint)
-        return str(document["path"]) if isinstance(document, dict) and "path" in document else ""
+        if spec.script is not None:
+            self.command_ranks, self.signal_witness = ranks, SignalWitness()
+            self.stop_signal = parse_stop_signal(spec.job.stop_signal)
+        return ranks
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
         context = self.context
@@ -452,6 +438,14 @@ class NodeAgent:
             return False
         print("clustertrain agent: the command has not ended in time and is killed", file=sys.stderr, flush=True)
         return True
+
+
+def _load_spec(run: RunDir) -> RunSpec | None:
+    """Return the specification of the run; None if it cannot be read, which the trainer reports."""
+    try:
+        return load_spec(run)
+    except ClusterTrainError:
+        return None
 
 
 def _read_tail(log: Path, size: int = 65_536) -> str:

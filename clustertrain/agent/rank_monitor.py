@@ -72,7 +72,9 @@ class RankMonitor:
         import psutil
 
         stopped_states = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        self.stopped_ranks |= {rank for rank, p in self._processes().items() if _status(p) in stopped_states}
+        self.stopped_ranks |= {
+            rank for rank, found in self._processes().items() if any(_status(p) in stopped_states for p in found)
+        }
 
     def _check_exit_hang(self, now: float, records: dict[int, RankResult]) -> None:
         completed = all(r.ending == "completed" for r in records.values())
@@ -89,22 +91,22 @@ class RankMonitor:
         import psutil
 
         cpu_s = {}
-        for rank, process in self._processes().items():
+        for process in [p for rank, found in self._processes().items() if rank in ranks for p in found]:
             with contextlib.suppress(psutil.Error):
-                for p in (process, *process.children(recursive=True)) if rank in ranks else ():
+                for p in (process, *process.children(recursive=True)):
                     times = p.cpu_times()
                     cpu_s[p.pid] = times.user + times.system
         return cpu_s
 
-    def _processes(self) -> dict[int, psutil.Process]:
-        """Return the child processes of torchrun by rank."""
+    def _processes(self) -> dict[int, list[psutil.Process]]:
+        """Return the child processes of torchrun or of the agent by rank: two for a rank in podman's container."""
         import psutil
 
-        processes = {}
+        processes: dict[int, list[psutil.Process]] = {}
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._torchrun_pid).children():
                 with contextlib.suppress(psutil.Error, ValueError):
-                    processes[int(child.environ().get("RANK", ""))] = child
+                    processes.setdefault(int(child.environ().get("RANK", "")), []).append(child)
         return processes
 
 

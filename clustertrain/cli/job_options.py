@@ -172,9 +172,29 @@ _JOB_OPTIONS = (
         help="Checkpoints that a command saves, such as 'out/*.pt': the newest whole one resumes it and counts as "
         "progress.",
     ),
+    _option(
+        "Run",
+        "--container",
+        metavar="IMAGE",
+        help="Run the ranks in this image: a .sif or .sqsh file, an OCI bundle, a folder, or docker://NAME.",
+    ),
+    _option(
+        "Run",
+        "--container-runtime",
+        type=click.Choice(["auto", "apptainer", "charliecloud", "crun", "enroot", "podman", "runc"]),
+        help="auto: the first one that is installed and takes the image.",
+    ),
     _option("Run", "--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700)."),
 )
 _OTHER_OPTIONS = (
+    _option(
+        "Run",
+        "--container-mount",
+        "container_mounts",
+        multiple=True,
+        metavar="SRC[:DST[:ro]]",
+        help="Let the containers see a file or folder of the nodes.",
+    ),
     _option("Scheduler", "--sbatch", multiple=True, metavar="KEY=VALUE", help="Pass another option to sbatch."),
     _option("Run", "--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key."),
     _option(
@@ -249,7 +269,9 @@ def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequ
         key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
     }
     options["resume_args"] = " ".join(options["resume_args"]) or None
+    mounts = options.pop("container_mounts")
     job = {key: value for key, value in options.items() if value is not None}
+    job |= {"container_mounts": mounts} if mounts else {}
     return SubmitRequest(
         target=target or "",
         args=args,

@@ -13,6 +13,7 @@ from clustertrain import settings
 from clustertrain.config import hardware
 from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.checks.storage_paths import check_node_folder
+from clustertrain.config.container import RuntimeName, is_registry_image, parse_mount
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.job import Device, EnvironmentPlace
 from clustertrain.config.node_facts import NodeFacts
@@ -98,6 +99,14 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Environment variables of the ranks. A recipe's ``[env]`` wins."""
     sbatch: dict[str, str] = {}
     """Further options for sbatch, passed as ``--KEY=VALUE``."""
+    container: str = ""
+    """Default image in which the ranks run, see ``job.container``. Empty: none."""
+    container_runtime: RuntimeName = "auto"
+    """Program that starts the containers. ``"auto"``: the first one that is installed and takes the image."""
+    container_mounts: tuple[str, ...] = ()
+    """Files and folders of the nodes that all containers see, as ``SRC[:DST[:ro]]`` with absolute paths."""
+    container_options: tuple[str, ...] = ()
+    """Further options for the runtime, such as ``"--device=/dev/fuse"`` for podman."""
     measured: MeasuredRates | None = None
     """Measured rates, written by ``cluster detect --measure``."""
     calibration: float = 1.0
@@ -125,6 +134,11 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError(
                 f"python = {self.python!r}: must be an absolute path, because PATH may differ on the nodes"
             )
+        if self.container and not (is_registry_image(self.container) or self.container.startswith(("/", "~"))):
+            raise ValueError(f"container = {self.container!r}: must be an absolute path or docker://NAME")
+        for mount in self.container_mounts:
+            if not parse_mount(mount).source.startswith(("/", "~")):
+                raise ValueError(f"container_mounts: {mount!r} must begin with an absolute path")
         if self.gpus_flag not in ("gpus-per-node", "gres"):
             raise ValueError(f"gpus_flag = {self.gpus_flag!r}: must be 'gpus-per-node' or 'gres'")
 

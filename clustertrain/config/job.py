@@ -15,6 +15,7 @@ from clustertrain.config.command_options import (
     parse_stop_signal,
     split_arguments,
 )
+from clustertrain.config.container import RuntimeName, parse_mount
 from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
@@ -107,6 +108,16 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Pattern of the files or folders that a command saves as checkpoints, such as ``out/ckpt-*.pt``, from the folder
     of ``submit``. The newest whole one is ``CLUSTERTRAIN_CHECKPOINT``, and a newer one counts as progress.
     ``{run_dir}`` is replaced. Empty: those of the frameworks with hooks."""
+    container: str = ""
+    """Image in which the ranks run: a ``.sif`` or ``.sqsh`` file, an OCI bundle, a folder with a root file system, or
+    ``docker://NAME``. Empty: the profile's, otherwise none."""
+    container_runtime: RuntimeName = "auto"
+    """Program that starts the containers. ``"auto"``: the profile's, otherwise the first one that is installed and
+    takes the image."""
+    container_mounts: tuple[str, ...] = ()
+    """Files and folders that the containers see, as ``SRC[:DST[:ro]]``, after those of the profile."""
+    container_options: tuple[str, ...] = ()
+    """Further options for the runtime, after those of the profile."""
     share: bool = False
     """Let the group read the run folder (mode 0750 instead of 0700)."""
 
@@ -125,6 +136,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("dp_replicate and dp_shard must be 0 (inferred) or more")
         if self.environment_dir:
             check_node_folder("environment_dir", self.environment_dir)
+        for mount in self.container_mounts:
+            parse_mount(mount)
         if self.max_requeues < 0:
             raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
         if self.cpus_per_gpu < 0:

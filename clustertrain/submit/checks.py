@@ -31,7 +31,16 @@ from clustertrain.plan import script_checks
 from clustertrain.plan.checks import check_fp16
 from clustertrain.plan.planner import check_fits
 from clustertrain.submit import job_script
-from clustertrain.submit.preflight import alerts, data, entry_points, machine, packages, script_file, trackers
+from clustertrain.submit.preflight import (
+    alerts,
+    container,
+    data,
+    entry_points,
+    machine,
+    packages,
+    script_file,
+    trackers,
+)
 from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun
 from clustertrain.submit.recipe import ParsedRecipe, is_recipe_path
 from clustertrain.submit.request import SubmitRequest
@@ -378,6 +387,7 @@ PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     machine.check_checkpoint_dir,
     machine.check_checkpoint_storage,
     machine.check_python,
+    container.check_container,
     check_job_python,
     ship.check_environment,
     check_directives,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from clustertrain import proc
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UsageError
-from clustertrain.submit import python_path
+from clustertrain.submit import container, python_path
 from clustertrain.submit.request import SubmitRequest
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
@@ -41,6 +41,8 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
     """
     if "\0" in "".join(request.command):
         raise UsageError("an argument of the command contains a NUL character", fix="remove it")
+    if container.find_image(request):
+        return _build_container_spec(request)
     program = _find_program(request)
     command = [str(program), *request.command[1:]]
     base = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
@@ -61,6 +63,38 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
     if not is_code:
         return base
     return replace(base, path=str(program), path_index=0)
+
+
+def _build_container_spec(request: SubmitRequest) -> ScriptSpec:
+    """Return the program of a request whose ranks run in containers.
+
+    Programs and modules are the image's. A path in the folder of ``submit``, which the container sees, is the user's
+    code; other paths are looked for in the image.
+    """
+    python = str(request.job.get("python", ""))
+    name = request.command[0]
+    if python and not is_python(name):
+        raise UsageError(
+            f"--python {python}: no effect on {name}, which names its interpreter itself",
+            fix="leave it out, or put `python` before the script",
+        )
+    command = [python or name, *request.command[1:]]
+    index = _find_script(command) if is_python(name) or PurePath(name).name in proc.SHELLS else 0
+    spec = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
+    if index is None or (index == 0 and os.sep not in name):
+        return spec
+    if index and command[index - 1] == "-m":
+        package = python_path.find_entry(command[index], python_path.list_search_folders([request.cwd]))
+        return replace(spec, path=str(package)) if package is not None else spec
+    path = Path(os.path.normpath(request.cwd / command[index]))
+    if path.is_file() and path.is_relative_to(request.cwd) and not _is_installed(path):
+        return replace(spec, path=str(path), path_index=index)
+    if not command[index].startswith("/"):
+        problem = "it is a folder" if path.is_dir() else "no such file"
+        raise UsageError(
+            f"{command[index]}: {problem}", fix="name it by its path from this folder, or by its full path in the image"
+        )
+    return spec
 
 
 def is_python(program: str) -> bool:

@@ -140,6 +140,26 @@ def choose(
     return JobPython(ranks, agents, _make_command(script, ranks), f"{how}; {note}" if note else how)
 
 
+def choose_in_container(
+    requested: str, node_python: str, script: ScriptSpec | None, request: SubmitRequest, env: Mapping[str, str]
+) -> JobPython:
+    """Return the interpreters of a job in containers: the image's for the ranks, one of the nodes for the agents.
+
+    Nothing here can ask the image's. A script becomes a command.
+
+    Args:
+        requested: path or name of the image's interpreter; empty: ``python3``.
+        node_python: the profile's interpreter for the agents; empty: the one that runs ``submit``.
+    """
+    ranks = Interpreter(requested or "python3")
+    own = _inspect(sys.executable, {**request.environ, **env})
+    named = _inspect(node_python, {**request.environ, **env}) if node_python else own
+    agents = own if named.find_agent_problem() else named
+    if script is not None and not script.command:
+        script = _make_command(script, ranks)
+    return JobPython(ranks, agents, script)
+
+
 def _make_command(script: ScriptSpec, python: Interpreter) -> ScriptSpec:
     """Return a script as a command, whose output is not buffered: its log shows what it does."""
     command = (python.path, "-u", script.path, *script.args)

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from clustertrain.errors import UsageError
+from clustertrain.submit import container
 from clustertrain.submit.accelerate_launch import read_accelerate
 from clustertrain.submit.command import is_python
 from clustertrain.submit.deepspeed_launch import read_deepspeed
@@ -75,6 +76,11 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     python = request.command[0] if is_python(program_path.name) else str(program_path.with_name("python"))
     note = f"{name} is replaced by clustertrain's own launch, with the same environment for each rank"
     if name == "accelerate launch":
+        if container.find_image(request):
+            raise UsageError(
+                "accelerate launch: its options are read with accelerate, which is in the image",
+                fix="name the script itself, and its settings with --env: -- python SCRIPT ARGS",
+            )
         env, sizes, program = read_accelerate(request, _find_python(request, python), arguments)
         translated = dataclasses.replace(
             request, command=tuple(program), job=_merge_sizes(name, request.job, sizes), env={**env, **request.env}

@@ -60,6 +60,8 @@ def _must_count(run: ResolvedRun) -> bool:
 
 def _count_model(run: ResolvedRun) -> ModelStats:
     request, ranks = run.parsed.request, run.python.ranks
+    if run.spec.job.container:
+        raise ModelCountError("it is counted with the ranks' Python, which is in the image")
     if (problem := ranks.find_trainer_problem()) and not run.profile.setup:
         raise ModelCountError(f"{problem.message} ({problem.fix})")
     split = split_model(PlanRequest(run.spec, run.spec.job.device, run.profile))

@@ -16,14 +16,14 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
-from clustertrain.submit import job_python, python_path
+from clustertrain.submit import container, job_python, python_path
 from clustertrain.submit.prepared_run import ResolvedRun
 from clustertrain.submit.recipe import ParsedRecipe
 from clustertrain.submit.request import SubmitRequest
 
 _PROFILE_KEYS = (
     "python", "environment", "environment_dir", "partition", "account", "qos", "time", "mem", "gpu_type",
-    "cpus_per_gpu",
+    "cpus_per_gpu", "container", "container_runtime",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def resolve_run(
     """
     request, values = parsed.request, parsed.values
     profile = cluster.load_profile(request.job.get("cluster") or values.job.cluster, request.environ)
-    job = _merge_job(profile, parsed.document.get("job", {}), request.job)
+    job = _merge_job(profile, parsed.document.get("job", {}), request.job, request.cwd)
     job = msgspec.structs.replace(
         job,
         name=job.name or parsed.name,
@@ -61,9 +61,14 @@ def resolve_run(
     )
     recipe = _resolve_data_paths(parsed.recipe, request.cwd)
     search_path = _build_search_path(request, recipe)
+    code = _find_code(parsed, recipe, search_path)
     env = {**profile.env, **values.env, **request.env}
-    python = job_python.choose(job.python, parsed.script, request, env, has_setup=bool(profile.setup))
-    job = msgspec.structs.replace(job, python=python.ranks.path if job.python else "")
+    if job.container:
+        python = job_python.choose_in_container(job.python, profile.python, parsed.script, request, env)
+        job = container.add_code_mount(job, code)
+    else:
+        python = job_python.choose(job.python, parsed.script, request, env, has_setup=bool(profile.setup))
+        job = msgspec.structs.replace(job, python=python.ranks.path if job.python else "")
     return ResolvedRun(
         parsed=parsed,
         spec=RunSpec(
@@ -79,7 +84,7 @@ def resolve_run(
         requested_device=job.device,
         python=python,
         search_path=search_path,
-        code=_find_code(parsed, recipe, search_path),
+        code=code,
     )
 
 
@@ -97,11 +102,14 @@ def _has_nvidia_gpu() -> bool:
     return count_gpus() > 0
 
 
-def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> JobSpec:
+def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapping[str, Any], cwd: Path) -> JobSpec:
     values = {key: getattr(profile, key) for key in _PROFILE_KEYS}
     values |= {**recipe, **options}
+    if values["container"]:
+        values["python"] = {**recipe, **options}.get("python", "")  # the profile's is outside the image
     values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
-    return build(values, JobSpec, "job", prefix="job.")
+    job = build(values, JobSpec, "job", prefix="job.")
+    return container.resolve_container(job, profile, cwd)
 
 
 def _resolve_checkpoint_dir(cwd: Path, folder: str) -> str:

@@ -68,7 +68,7 @@ def check_checkpoint_storage(prepared: PreparedRun) -> list[str]:
 def check_python(prepared: PreparedRun) -> list[str]:
     """Refuse a Python that was named for the job and cannot be executed, as far as this machine can see it."""
     python = Path(prepared.spec.job.python)
-    if not prepared.spec.job.python:
+    if not prepared.spec.job.python or prepared.spec.job.container:
         return []
     label = f"python = {str(python)!r}" + (" of the cluster profile" if _is_from_profile(prepared) else "")
     if python.is_file() and os.access(python, os.X_OK):

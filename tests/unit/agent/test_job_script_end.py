@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def test_only_the_agents_own_temporary_folder_is_removed(run: RunDir, tmp_path: 
         (folder / "stop").touch()
     run_agent_end(run, tmp, SLURMD_NODENAME="n1")
     assert {n for n, folder in names.items() if folder.exists()} == others
+
+
+def test_containers_of_a_killed_agent_are_ended(run: RunDir, tmp_path: Path) -> None:
+    folder, other = (tmp_path / f"clustertrain-{run.id}-2-{node}-abcd_123" for node in ("n1", "n1-b"))
+    (folder / "containers").mkdir(parents=True)
+    (folder / "containers" / "clean-up.sh").write_text(f"echo >> '{tmp_path}/cleaned'\n")
+    ranks = [subprocess.Popen(["sleep", "60"], env={"CLUSTERTRAIN_RANK_DIR": str(f)}) for f in (folder, other)]
+    try:
+        run_agent_end(run, tmp_path, SLURMD_NODENAME="n1")
+        assert ranks[0].wait(10) == -signal.SIGKILL
+        assert (ranks[1].poll(), (tmp_path / "cleaned").exists(), folder.exists()) == (None, True, False)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_run_folder_that_the_node_cannot_see_is_not_created(run: RunDir, tmp_path: Path) -> None:

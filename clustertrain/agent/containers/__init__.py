@@ -1,0 +1,1 @@
+"""Ranks in containers: what a container sees, and the command line of each runtime."""
