@@ -104,9 +104,9 @@ def _has_nvidia_gpu() -> bool:
 
 def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapping[str, Any], cwd: Path) -> JobSpec:
     values = {key: getattr(profile, key) for key in _PROFILE_KEYS}
+    if {**values, **recipe, **options}["container"]:  # the profile's interpreter and environment are outside the image
+        del values["python"], values["environment"]
     values |= {**recipe, **options}
-    if values["container"]:
-        values["python"] = {**recipe, **options}.get("python", "")  # the profile's is outside the image
     values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
     job = build(values, JobSpec, "job", prefix="job.")
     return container.resolve_container(job, profile, cwd)

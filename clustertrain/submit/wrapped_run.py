@@ -195,6 +195,7 @@ def complete_request(request: SubmitRequest, task: StepTask, facts: JobFacts) ->
         "time": facts.time_limit,
     }
     sizes: dict[str, Any] = {"nodes": len(task.nodes), "gpus": ranks, "device": "cuda" if gpus else "cpu"}
+    sizes |= {"environment": "shared"}  # the profile's is for jobs that submit prepares
     cores = environ.get(settings.SLURM_CPUS_ON_NODE, "")
     if task.tasks_per_node > 1 and reading.is_unsigned_int(cores):
         # As many threads as a task of srun has; with one task per node, those that torchrun chooses.

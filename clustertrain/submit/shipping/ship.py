@@ -21,6 +21,11 @@ def check_environment(prepared: PreparedRun) -> list[str]:
     """Refuse an environment to ship that is no environment; note what the ranks still read from elsewhere."""
     if prepared.spec.job.environment != "ship":
         return []
+    if prepared.spec.job.container:
+        raise ConfigError(
+            "--ship-env: the ranks run in a container, whose image is their environment",
+            fix="leave --ship-env or --container out",
+        )
     environment = find_environment(find_python(prepared))
     notes = []
     if environment.outside:

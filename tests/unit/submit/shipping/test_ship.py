@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_runs_of_a_sweep_share_one_archive(fake_slurm: FakeSlurm, tmp_path: Path
     first, second = (load_shipped_environment(run) for run in runs)
     assert first is not None and first == second
     assert 'environment_dir = "/local/{job}"' in runs[0].spec.read_text()
+
+
+def test_image_is_the_environment_of_its_ranks(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    write(tmp_path / "cluster" / "site.toml", 'environment = "ship"\npython = "/site/python"\n')
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "bin").mkdir()
+    job = {"device": "cpu", "container": str(tmp_path / "image"), "container_runtime": "charliecloud"}
+    environ = {**os.environ, "CLUSTERTRAIN_CLUSTER_PATH": str(tmp_path / "cluster")}
+    request = SubmitRequest(command=("train",), cwd=tmp_path, job={**job, "cluster": "site"}, environ=environ)
+    assert (job := prepare(request).spec.job).environment == "shared" and job.python == ""
+    with pytest.raises(ConfigError, match="--ship-env: the ranks run in a container"):
+        dry_run(replace(request, job={**request.job, "environment": "ship"}))
 
 
 def test_refusals_and_dry_runs_create_nothing(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
