@@ -114,8 +114,8 @@ def test_script_becomes_a_command_and_its_repository_is_mounted(prepare_run: Pre
     prepared = prepare_run(target="train.py", command=(), container=IMAGE, python="/opt/python")
     script = prepared.spec.script
     assert script is not None
-    assert script.command == ("/opt/python", str(tmp_path / "train.py"))
-    assert script.path_index == 1
+    assert script.command == ("/opt/python", "-u", str(tmp_path / "train.py"))
+    assert script.path_index == 2
     assert prepared.spec.job.python == "/opt/python"
 
 
