@@ -63,7 +63,8 @@ def test_image_is_the_environment_of_its_ranks(fake_slurm: FakeSlurm, tmp_path: 
     job = {"device": "cpu", "container": str(tmp_path / "image"), "container_runtime": "charliecloud"}
     environ = {**os.environ, "CLUSTERTRAIN_CLUSTER_PATH": str(tmp_path / "cluster")}
     request = SubmitRequest(command=("train",), cwd=tmp_path, job={**job, "cluster": "site"}, environ=environ)
-    assert (job := prepare(request).spec.job).environment == "shared" and job.python == ""
+    prepared = prepare(request).spec.job
+    assert (prepared.environment, prepared.python) == ("shared", "")
     with pytest.raises(ConfigError, match="--ship-env: the ranks run in a container"):
         dry_run(replace(request, job={**request.job, "environment": "ship"}))
 
