@@ -105,6 +105,18 @@ def cluster() -> Iterator[Cluster]:
         assert down.returncode == 0, down.stderr
 
 
+@pytest.fixture
+def cgroup_tracking(cluster: Cluster) -> Iterator[None]:
+    """Nodes that send the signals of a job step only to what slurmstepd has started, as on most clusters."""
+    up = cluster.run(str(TESTBED / "up"), "--proctrack", "cgroup", check=False, timeout_s=300)
+    if up.returncode == CANNOT_RUN:
+        pytest.skip(up.stderr.strip())
+    assert up.returncode == 0, up.stderr
+    yield
+    cluster.wait_for(lambda: not cluster.run("squeue", "-h").stdout, 90, "the end of all jobs")
+    cluster.up()
+
+
 @pytest.fixture(scope="session")
 def env(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a user of the testbed, with a fake NVML library."""

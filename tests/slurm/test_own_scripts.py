@@ -94,6 +94,19 @@ def test_command_gets_one_signal_and_comes_back(
     assert [(run.path / f"saved-{rank}").read_text() for rank in (0, 1)] == [f"SIG{stop_signal}"] * 2
 
 
+@pytest.mark.usefixtures("cgroup_tracking")
+def test_command_gets_the_signal_that_slurm_sends_to_agents_alone(
+    submit_run: Callable[..., Run], preempt: Callable[[Run], None], tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(COMMAND_SAVES_ON_SIGNAL)
+    run = submit_run("--nodes", "2", "--gpus", "1", "--", sys.executable, str(tmp_path / "program.py"))
+    run.wait_for(lambda _: len(list(run.path.glob("training-*"))) == 2, "the start of both ranks")
+    preempt(run)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert [(run.path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_killed_agent_ends_ranks_without_blaming_node(
     submit_run: Callable[..., Run], tmp_path: Path, late: bool
