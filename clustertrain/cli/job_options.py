@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +81,38 @@ def _option(group: str, *names: str, **settings: Any) -> Callable[[F], F]:
 
 
 # Named as in JobSpec. An option that is absent stays out of the request, so that the profile and the recipe decide.
+_COMMAND_OPTIONS = (
+    _option(
+        "Run",
+        "--no-hooks",
+        "hooks",
+        flag_value=False,
+        default=None,
+        help="Run a command without the hooks that see its steps and resume it.",
+    ),
+    _option(
+        "Run",
+        "--stop-signal",
+        metavar="NAME[:all]",
+        help="Signal that asks a command to stop: TERM (default), USR1, USR2, INT, HUP or none; with :all to all "
+        "processes of a rank.",
+    ),
+    _option(
+        "Run",
+        "--resume-args",
+        multiple=True,
+        metavar="ARGS",
+        help="Further arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
+        "replaced.",
+    ),
+    _option(
+        "Run",
+        "--checkpoints",
+        metavar="PATTERN",
+        help="Checkpoints that a command saves, such as 'out/*.pt': the newest whole one resumes it and counts as "
+        "progress.",
+    ),
+)
 _JOB_OPTIONS = (
     _option("Resources", "--nodes", type=POSITIVE, metavar="N", help="Number of nodes."),
     _option(
@@ -142,36 +174,7 @@ _JOB_OPTIONS = (
         metavar="N",
         help="Maximum number of requeues; 0 disables them (default: 50).",
     ),
-    _option(
-        "Run",
-        "--no-hooks",
-        "hooks",
-        flag_value=False,
-        default=None,
-        help="Run a command without the hooks that see its steps and resume it.",
-    ),
-    _option(
-        "Run",
-        "--stop-signal",
-        metavar="NAME[:all]",
-        help="Signal that asks a command to stop: TERM (default), USR1, USR2, INT, HUP or none; with :all to all "
-        "processes of a rank.",
-    ),
-    _option(
-        "Run",
-        "--resume-args",
-        multiple=True,
-        metavar="ARGS",
-        help="Further arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
-        "replaced.",
-    ),
-    _option(
-        "Run",
-        "--checkpoints",
-        metavar="PATTERN",
-        help="Checkpoints that a command saves, such as 'out/*.pt': the newest whole one resumes it and counts as "
-        "progress.",
-    ),
+    *_COMMAND_OPTIONS,
     _option(
         "Run",
         "--container",
@@ -244,6 +247,13 @@ def job_options(command: F) -> F:
     return command
 
 
+def command_options(command: F) -> F:
+    """Add the options on how a command stops and resumes."""
+    for option in reversed(_COMMAND_OPTIONS):
+        command = option(command)
+    return command
+
+
 def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """Build the request from the values of :func:`job_options`.
 
@@ -268,9 +278,8 @@ def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequ
     other_options = {
         key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
     }
-    options["resume_args"] = " ".join(options["resume_args"]) or None
     mounts = options.pop("container_mounts")
-    job = {key: value for key, value in options.items() if value is not None}
+    job = build_job(options)
     job |= {"container_mounts": mounts} if mounts else {}
     return SubmitRequest(
         target=target or "",
@@ -302,6 +311,12 @@ def _profile_assignment(text: str) -> str:
     if key != "steps" or not steps:
         raise UsageError(f"--profile {text!r} is not steps=FIRST:END", fix="for example --profile steps=10:20")
     return f'train.profile="{steps}"'
+
+
+def build_job(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the job keys that the options have set, by their names in JobSpec."""
+    given = {**options, "resume_args": " ".join(options["resume_args"]) or None}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _warn_misplaced_options(target: str | None, args: tuple[str, ...]) -> None:
