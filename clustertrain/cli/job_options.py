@@ -88,7 +88,7 @@ _COMMAND_OPTIONS = (
         "hooks",
         flag_value=False,
         default=None,
-        help="Run a command without the hooks that see its steps and resume it.",
+        help="Don't inject the hooks that track steps and resume the program.",
     ),
     _option(
         "Run",
@@ -102,15 +102,15 @@ _COMMAND_OPTIONS = (
         "--resume-args",
         multiple=True,
         metavar="ARGS",
-        help="Further arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
+        help="Extra arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
         "replaced.",
     ),
     _option(
         "Run",
         "--checkpoints",
         metavar="PATTERN",
-        help="Checkpoints that a command saves, such as 'out/*.pt': the newest whole one resumes it and counts as "
-        "progress.",
+        help="Checkpoints that a command saves, such as 'out/*.pt': the latest complete one resumes it and counts "
+        "as progress.",
     ),
 )
 _JOB_OPTIONS = (
@@ -196,7 +196,7 @@ _OTHER_OPTIONS = (
         "container_mounts",
         multiple=True,
         metavar="SRC[:DST[:ro]]",
-        help="Let the containers see a file or folder of the nodes.",
+        help="Mount a host path into the containers (repeatable).",
     ),
     _option("Scheduler", "--sbatch", multiple=True, metavar="KEY=VALUE", help="Pass another option to sbatch."),
     _option("Run", "--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key."),
