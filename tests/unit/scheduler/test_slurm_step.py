@@ -53,6 +53,7 @@ def test_first_start_of_an_array_task_without_gpus() -> None:
     ("changes", "message"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, r"different numbers of tasks \(3,1\)"),
+        ({"SLURM_JOB_ID": ""}, r"not inside a Slurm job\n.*srun in a batch script: srun clustertrain wrap -- COMMAND"),
         ({"SLURM_HET_SIZE": "2"}, "several components"),
         ({"CLUSTERTRAIN_RUN_DIR": "/runs/a"}, "inside a run of clustertrain"),
         ({"SLURM_PROCID": "0"}, "not on the first node"),
