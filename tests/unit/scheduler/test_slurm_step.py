@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.scheduler.slurm_step import is_in_step, read_step_task
+from clustertrain.scheduler.slurm_step import is_in_step, read_step_task, start_step
 
 # Recorded with Slurm 22.05: task 2 of `srun` with --nodes=2 --ntasks-per-node=2 --gpus-per-node=2.
 ENV = {
@@ -53,7 +53,6 @@ def test_first_start_of_an_array_task_without_gpus() -> None:
     ("changes", "message"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, r"different numbers of tasks \(3,1\)"),
-        ({"SLURM_JOB_ID": ""}, r"not inside a Slurm job\n.*srun in a batch script: srun clustertrain wrap -- COMMAND"),
         ({"SLURM_HET_SIZE": "2"}, "several components"),
         ({"CLUSTERTRAIN_RUN_DIR": "/runs/a"}, "inside a run of clustertrain"),
         ({"SLURM_PROCID": "0"}, "not on the first node"),
@@ -67,6 +66,11 @@ def test_refused_step(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
         read_step_task({**ENV, **changes})
     assert raised.value.fix
+
+
+def test_refused_outside_a_job() -> None:
+    with pytest.raises(UsageError, match=r"not inside a Slurm job\n.*in a batch script: srun clustertrain wrap -- "):
+        start_step({}, ["true"])
 
 
 @pytest.mark.parametrize(
