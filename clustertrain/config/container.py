@@ -24,29 +24,29 @@ class Mount(NamedTuple):
     read_only: bool = False
 
 
-def parse_mount(text: str, key: str = "container_mounts") -> Mount:
+def parse_mount(text: str) -> Mount:
     """Return the mount ``SRC[:DST[:ro]]``; DST is SRC by default. ``rw`` in place of ``ro`` is the default.
 
     Raises:
         InvalidValue: the text has another form.
     """
-    fields = text.split(":")
+    fields, subject = text.split(":"), f"container_mounts = {text!r}"
     source, target = fields[0], fields[min(1, len(fields) - 1)]
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
-        raise InvalidValue(f"{key} = {text!r}: control characters are not allowed", fix="rename the file or folder")
+        raise InvalidValue(f"{subject}: control characters are not allowed", fix="rename the file or folder")
     if len(fields) > 3 or not all(fields):
         raise InvalidValue(
-            f"{key} = {text!r}: not SRC, SRC:DST or SRC:DST:ro", fix=f"write {key} = '/scratch:/data:ro'"
+            f"{subject}: not SRC, SRC:DST or SRC:DST:ro", fix="write container_mounts = '/scratch:/data:ro'"
         )
     if fields[2:] not in ([], ["ro"], ["rw"]):
         raise InvalidValue(
-            f"{key} = {text!r}: {fields[2]} is neither ro (read-only) nor rw",
-            fix=f"write {key} = '{source}:{target}:ro'",
+            f"{subject}: {fields[2]} is neither ro (read-only) nor rw",
+            fix=f"write container_mounts = {f'{source}:{target}:ro'!r}",
         )
     if len(fields) > 1 and not target.startswith("/"):
         raise InvalidValue(
-            f"{key} = {text!r}: {target} is not an absolute path in the container",
-            fix=f"write {key} = {':'.join((source, '/' + target, *fields[2:]))!r}",
+            f"{subject}: {target} is not an absolute path in the container",
+            fix=f"write container_mounts = {':'.join((source, '/' + target, *fields[2:]))!r}",
         )
     return Mount(source, target, fields[2:] == ["ro"])
 
