@@ -17,6 +17,10 @@ from clustertrain.errors import UsageError
 if TYPE_CHECKING:
     from clustertrain.submit.request import CountMode, SubmitRequest
 
+    _Choice = click.Choice[str]
+else:
+    _Choice = click.Choice  # not generic before click 8.2
+
 F = TypeVar("F", bound=Callable[..., Any])
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 COMMAND = "clustertrain.command"
@@ -74,6 +78,23 @@ class TargetCommand(click.Command):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+class _RuntimeChoice(_Choice):
+    """A container runtime. What users of related programs write for one is accepted, or refused with the runtime."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "pyxis":
+            raise UsageError(
+                "--container-runtime pyxis: not needed, since Enroot starts the image",
+                fix="--container-runtime enroot, with the image that `enroot import docker://NAME` writes",
+            )
+        if value == "docker":
+            raise UsageError(
+                "--container-runtime docker: its daemon would start the ranks outside of the job",
+                fix="--container-runtime podman, which takes the same images",
+            )
+        return super().convert("apptainer" if value == "singularity" else value, param, ctx)
 
 
 def _option(group: str, *names: str, **settings: Any) -> Callable[[F], F]:
@@ -155,7 +176,8 @@ _JOB_OPTIONS = (
         "Run",
         "--python",
         metavar="PATH",
-        help="Python of the ranks: a path, or a name in your PATH (default: the profile's, otherwise submit's own).",
+        help="Python of the ranks: a path, or a name in your PATH (default: the profile's; otherwise submit's own, or "
+        "for a script without a session the python in your PATH).",
     ),
     _option(
         "Run",
@@ -184,8 +206,8 @@ _JOB_OPTIONS = (
     _option(
         "Run",
         "--container-runtime",
-        type=click.Choice(["auto", "apptainer", "charliecloud", "crun", "enroot", "podman", "runc"]),
-        help="auto: the first one that is installed and takes the image.",
+        type=_RuntimeChoice(["auto", "apptainer", "charliecloud", "crun", "enroot", "podman", "runc"]),
+        help="auto: the first one that is installed and takes the image; singularity means apptainer.",
     ),
     _option("Run", "--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700)."),
 )
@@ -195,8 +217,8 @@ _OTHER_OPTIONS = (
         "--container-mount",
         "container_mounts",
         multiple=True,
-        metavar="SRC[:DST[:ro]]",
-        help="Mount a host path into the containers (repeatable).",
+        metavar="SRC[:DST[:ro|rw]]",
+        help="Mount a host path into the containers (repeatable); ro: read-only, rw: writable (default).",
     ),
     _option("Scheduler", "--sbatch", multiple=True, metavar="KEY=VALUE", help="Pass another option to sbatch."),
     _option("Run", "--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key."),

@@ -10,8 +10,8 @@ import msgspec
 from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.checks.storage_paths import check_node_folder
 from clustertrain.config.command_options import (
-    GLOB_PLACEHOLDERS,
-    check_placeholders,
+    check_pattern,
+    normalize_stop_signal,
     parse_stop_signal,
     split_arguments,
 )
@@ -143,8 +143,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.cpus_per_gpu < 0:
             raise ValueError(f"cpus_per_gpu = {self.cpus_per_gpu}: must be 0 (the cluster's default) or more")
         parse_stop_signal(self.stop_signal)
+        msgspec.structs.force_setattr(self, "stop_signal", normalize_stop_signal(self.stop_signal))
         split_arguments(self.resume_args)
-        check_placeholders("checkpoints", self.checkpoints, GLOB_PLACEHOLDERS)
+        check_pattern(self.checkpoints)
 
 
 class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
