@@ -247,7 +247,7 @@ def test_profiled_steps_after_last_step_are_refused(prepare_request: Prepare, tm
     assert prepare_request(assignments=("train.steps=7", 'train.profile="5:7"')).spec.recipe.profiled_steps == range(
         5, 7
     )
-    (tmp_path / "train.py").touch()  # a script has its own number of steps
+    (tmp_path / "train.py").write_text("import clustertrain")  # a script has its own number of steps
     assert prepare_request("train.py", assignments=('train.profile="700:900"',)).spec.script is not None
 
 
