@@ -76,7 +76,7 @@ def open_wrapped_run(request: SubmitRequest, task: StepTask, backend: SlurmBacke
     Raises:
         UsageError, ConfigError: the command is refused; nothing was created.
     """
-    translation = replace_launcher(request)
+    translation = replace_launcher(replace(request, wrapped=True))
     translated = translation.request
     _check_sizes(request, translated, task)
     identity = _hash_command(translated)

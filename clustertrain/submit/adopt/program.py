@@ -12,9 +12,9 @@ from clustertrain.submit.adopt.expansion import MARK
 from clustertrain.submit.adopt.slurm_options import SRUN, GivenOption, parse_options
 from clustertrain.submit.command import is_python
 from clustertrain.submit.launchers import parse_torchrun, split_launcher
+from clustertrain.submit.mpi_launch import MPI, parse_mpi
 
 SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
-MPI = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "orterun"})
 # Programs that run another one, whose command line follows theirs.
 WRAPPERS = frozenset({
     "apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "ncu", "nsys", "numactl", "pdm", "pixi", "poetry",
@@ -36,13 +36,6 @@ _ACCELERATE_OWN = frozenset({
     "monitor-interval", "deepspeed-hostfile", "log-dir", "tee", "role",
 })  # fmt: skip
 _ACCELERATE_FLAGS = frozenset({"same-network"})
-_MPI_SIZES = {"npernode": "ranks", "ppn": "ranks", "perhost": "ranks", "N": "ranks", "np": "total", "n": "total"}
-_MPI_VALUES = {
-    "hostfile": 1, "machinefile": 1, "f": 1, "H": 1, "host": 1, "hosts": 1, "bind-to": 1, "map-by": 1, "rank-by": 1,
-    "mca": 2, "genv": 2, "env": 2, "x": 1, "wdir": 1, "wd": 1, "launcher": 1, "bootstrap": 1, "prtemca": 2,
-    "oversubscribe": 0, "allow-run-as-root": 0, "report-bindings": 0, "tag-output": 0, "genvall": 0, "l": 0, "v": 0,
-    "q": 0,
-}  # fmt: skip
 
 
 @dataclass
@@ -134,27 +127,13 @@ def _peel_srun(program: Program, rest: list[str]) -> None:
 
 
 def _peel_mpi(program: Program, rest: list[str]) -> None:
-    launcher, start = program.name, len(rest)
-    while rest and rest[0].startswith("-") and len(rest[0]) > 1:
-        word = rest.pop(0)
-        name, has_value, value = word.lstrip("-").partition("=")
-        count = 1 if name in _MPI_SIZES else _MPI_VALUES.get(name)
-        if count is None:
-            raise UsageError(
-                f"{launcher} {word}: an option that clustertrain does not know",
-                fix=f"remove it, or name the program without {launcher}",
-            )
-        values = [value] if has_value else [rest.pop(0) for _ in range(min(count, len(rest)))]
-        if name in ("x", "genv", "env") and values:
-            text = values[0] if name == "x" else "=".join(values)
-            program.env += [text] if _ASSIGNMENT.fullmatch(text) else []
-        elif name in _MPI_SIZES and values and values[0].isdecimal():
-            if _MPI_SIZES[name] == "ranks":
-                program.ranks_per_node = int(values[0])
-            else:
-                program.total = int(values[0])
-    program.replaced.append(f"{launcher} with {start - len(rest)} words of options" if start > len(rest) else launcher)
-    program.launcher, program.words = "mpirun", rest
+    name, launch = program.name, parse_mpi(program.name, rest)
+    count = len(rest) - len(launch.program)
+    program.ranks_per_node = launch.ranks_per_node or program.ranks_per_node
+    program.total = launch.total or program.total
+    program.env += launch.env
+    program.replaced.append(f"{name} with {count} words of options" if count else name)
+    program.launcher, program.words = "mpirun", launch.program
     program.warnings.append("ranks get RANK, LOCAL_RANK and WORLD_SIZE, and not the variables of MPI")
 
 
