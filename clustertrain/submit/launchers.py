@@ -201,12 +201,12 @@ def _find_hidden_launcher(command: Sequence[str]) -> str:
     """Return the launcher that a shell or a container runtime at the start of ``command`` would execute."""
     for hidden in find_hidden_commands(command, _is_program):
         inner = hidden[find_program(hidden, _starts_with_launcher).index :]
-        if found := (_name_launcher(inner) or _find_hidden_launcher(inner)):
+        if found := (name_launcher(inner) or _find_hidden_launcher(inner)):
             return found
     return ""
 
 
-def _name_launcher(words: Sequence[str]) -> str:
+def name_launcher(words: Sequence[str]) -> str:
     """Return the launcher that ``words`` start with; empty: none that is known."""
     if words[0] in MODULE_OPTIONS:
         words = ["python", "-m", *words[1:]]
@@ -215,7 +215,7 @@ def _name_launcher(words: Sequence[str]) -> str:
 
 
 def _starts_with_launcher(words: Sequence[str]) -> bool:
-    return bool(_name_launcher(words))
+    return bool(name_launcher(words))
 
 
 def _is_program(word: str) -> bool:
@@ -225,7 +225,7 @@ def _is_program(word: str) -> bool:
         or name in proc.SHELLS
         or name in WRAPPERS
         or name == "accelerate"
-        or bool(_name_launcher([word]))
+        or bool(name_launcher([word]))
     )
 
 
