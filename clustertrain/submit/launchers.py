@@ -59,7 +59,7 @@ _OTHER_LAUNCHERS = {
     "srun": "name the program itself; clustertrain runs srun",
     "sbatch": "name the program itself; clustertrain runs sbatch",
 }
-_ACCELERATE_SETTINGS = (
+ACCELERATE_SETTINGS = (
     "name the script itself, and give the settings of its configuration with --env: ACCELERATE_MIXED_PRECISION=bf16, "
     "ACCELERATE_USE_FSDP=true and FSDP_…, ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_…"
 )
@@ -82,7 +82,7 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     if not request.command:
         return Translation(request)
     command = request.command
-    index = find_program(command, _starts_with_launcher).index
+    index = find_program(command, starts_with_launcher).index
     head, inner = command[:index], command[index:]
     if inner[0] in MODULE_OPTIONS:  # uv run -m MODULE
         inner = ("python", "-m", *inner[1:])
@@ -128,7 +128,7 @@ def _read_launch(
         if container.find_image(request):
             raise UsageError(
                 "accelerate launch: its options are read with accelerate, which is in the image",
-                fix=_ACCELERATE_SETTINGS,
+                fix=ACCELERATE_SETTINGS,
             )
         env, sizes, program = read_accelerate(request, _find_python(request, python), arguments)
         return _Launch(program, sizes, env)
@@ -184,7 +184,7 @@ def _check_hidden_launcher(command: Sequence[str]) -> None:
         UsageError: there is one.
     """
     name = PurePath(command[0]).name
-    found = _find_hidden_launcher(command)
+    found = find_hidden_launcher(command)
     if not found:
         return
     problem = f"{found} inside {name}: each rank would start {found} again"
@@ -197,11 +197,11 @@ def _check_hidden_launcher(command: Sequence[str]) -> None:
     )
 
 
-def _find_hidden_launcher(command: Sequence[str]) -> str:
+def find_hidden_launcher(command: Sequence[str]) -> str:
     """Return the launcher that a shell or a container runtime at the start of ``command`` would execute."""
-    for hidden in find_hidden_commands(command, _is_program):
-        inner = hidden[find_program(hidden, _starts_with_launcher).index :]
-        if found := (name_launcher(inner) or _find_hidden_launcher(inner)):
+    for hidden in find_hidden_commands(command, is_program):
+        inner = hidden[find_program(hidden, starts_with_launcher).index :]
+        if found := (name_launcher(inner) or find_hidden_launcher(inner)):
             return found
     return ""
 
@@ -214,11 +214,13 @@ def name_launcher(words: Sequence[str]) -> str:
     return name if name in _LAUNCHER_MODULES.values() or name in _OTHER_LAUNCHERS else ""
 
 
-def _starts_with_launcher(words: Sequence[str]) -> bool:
+def starts_with_launcher(words: Sequence[str]) -> bool:
+    """Return whether ``words`` start with a launcher that is known."""
     return bool(name_launcher(words))
 
 
-def _is_program(word: str) -> bool:
+def is_program(word: str) -> bool:
+    """Return whether a word names Python, a shell, a wrapper or a launcher."""
     name = PurePath(word).name
     return (
         is_python(word)

@@ -120,7 +120,7 @@ def _skip_options(
         if word.startswith("-"):
             following = command[index + 2 :]
             has_value = word in wrapper.valued or bool(
-                following and is_launcher and "=" not in word and is_launcher(following)
+                following and is_launcher and not positional and "=" not in word and is_launcher(following)
                 and not is_launcher(command[index + 1 :]) and not command[index + 1].startswith("-")
             )  # fmt: skip
             index += 2 if has_value else 1
