@@ -46,7 +46,12 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
         raise UsageError("an argument of the command contains a NUL character", fix="remove it")
     name = request.command[0]
     if _ASSIGNMENT.fullmatch(name) and not (request.cwd / name).exists():
-        raise UsageError(f"{name}: a variable, not a program", fix=f"give it with --env {shlex.quote(name)}")
+        raise UsageError(
+            f"{name}: a variable, not a program",
+            fix=f"write env {shlex.quote(name)} before the program"
+            if request.wrapped
+            else f"give it with --env {shlex.quote(name)}",
+        )
     if container.find_image(request):
         return _build_container_spec(request)
     program = _find_program(request)

@@ -60,8 +60,8 @@ _OTHER_LAUNCHERS = {
     "sbatch": "name the program itself; clustertrain runs sbatch",
 }
 ACCELERATE_SETTINGS = (
-    "name the script itself, and give the settings of its configuration with --env: ACCELERATE_MIXED_PRECISION=bf16, "
-    "ACCELERATE_USE_FSDP=true and FSDP_…, ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_…"
+    "name the script itself after --, and give the settings of its configuration with --env: "
+    "ACCELERATE_MIXED_PRECISION=bf16, ACCELERATE_USE_FSDP=true and FSDP_…, ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_…"
 )
 
 
@@ -86,10 +86,10 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     head, inner = command[:index], command[index:]
     if inner[0] in MODULE_OPTIONS:  # uv run -m MODULE
         inner = ("python", "-m", *inner[1:])
-    _check_hidden_launcher(inner)
+    _check_hidden_launcher(request, inner)
     name, arguments = split_launcher(inner)
     if name in _OTHER_LAUNCHERS:
-        raise _refuse_other(name, arguments)
+        raise _refuse_other(request, name, arguments)
     if name not in _LAUNCHER_MODULES.values():
         return Translation(request)
     program_path = PurePath(inner[0])
@@ -153,13 +153,13 @@ def refuse_wrapped_accelerate(wrapper: str) -> UsageError:
     """Return the refusal of ``accelerate launch`` behind ``wrapper``."""
     return UsageError(
         f"accelerate launch behind {wrapper}: its configuration cannot be read from here",
-        fix="give variables with --env NAME=VALUE, and start accelerate launch without env"
+        fix="export the variables in your shell, and start accelerate launch without env"
         if wrapper == "env"
         else f"activate the environment of accelerate, and start accelerate launch without {wrapper}",
     )
 
 
-def _refuse_other(name: str, arguments: Sequence[str]) -> UsageError:
+def _refuse_other(request: SubmitRequest, name: str, arguments: Sequence[str]) -> UsageError:
     fix = _OTHER_LAUNCHERS[name]
     if name in MPI:
         try:
@@ -169,15 +169,14 @@ def _refuse_other(name: str, arguments: Sequence[str]) -> UsageError:
         ranks = launch.ranks_per_node or launch.total or "N"
         nodes = (launch.total or 0) // (launch.ranks_per_node or 1) if launch.ranks_per_node else 0
         size = f"--nodes {nodes} --gpus {ranks}" if nodes > 1 else f"--gpus {ranks}"
+        start = f"clustertrain submit {size}" if not request.wrapped else "srun --ntasks-per-node=1 clustertrain wrap"
+        per_node = "" if request.wrapped else "--gpus is per node; "
         program = shlex.join(launch.program) or "PROGRAM"
-        fix = (
-            f"clustertrain submit {size} -- {program} (--gpus is per node; ranks get RANK, LOCAL_RANK and WORLD_SIZE, "
-            "not OMPI_*)"
-        )
+        fix = f"{start} -- {program} ({per_node}ranks get RANK, LOCAL_RANK and WORLD_SIZE, not OMPI_*)"
     return UsageError(f"{name}: not translated; clustertrain starts the processes itself", fix=fix)
 
 
-def _check_hidden_launcher(command: Sequence[str]) -> None:
+def _check_hidden_launcher(request: SubmitRequest, command: Sequence[str]) -> None:
     """Refuse a launcher that a shell or a container would start for each rank.
 
     Raises:
@@ -187,14 +186,22 @@ def _check_hidden_launcher(command: Sequence[str]) -> None:
     found = find_hidden_launcher(command)
     if not found:
         return
-    problem = f"{found} inside {name}: each rank would start {found} again"
     if name in CONTAINER_RUNTIMES:
-        raise UsageError(problem, fix=f"name the image with --container IMAGE, and {found} without {name} after --")
-    raise UsageError(
-        problem,
-        fix=f"name {found} itself after --; give variables with --env NAME=VALUE, and set-up in `setup` of the cluster "
-        "profile",
-    )
+        image = "set `container` in the cluster profile" if request.wrapped else "name the image with --container IMAGE"
+        how = f"and {found} without {name} after --"
+        if found == "accelerate launch":
+            how = ACCELERATE_SETTINGS
+        elif found in _OTHER_LAUNCHERS:
+            how = f"and the program without {name} and {found} after --"
+        fix = f"{image}, {how}"
+    elif request.wrapped:
+        fix = f"name {found} itself after --, and put the other commands into the batch script, before srun"
+    else:
+        fix = (
+            f"name {found} itself after --; give variables with --env NAME=VALUE, and set-up in `setup` of the cluster "
+            "profile"
+        )
+    raise UsageError(f"{found} inside {name}: each rank would start {found} again", fix=fix)
 
 
 def find_hidden_launcher(command: Sequence[str]) -> str:

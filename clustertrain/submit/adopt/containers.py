@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -162,9 +163,10 @@ def _take_apptainer_option(container: Container, runtime: str, word: str, rest: 
 
 def refuse_runtime(runtime: str, command: Sequence[str]) -> UsageError:
     """Return the refusal of a container runtime that starts ``command``, as far as it is known."""
-    shown = " ".join(command[:6]) + (" …" if len(command) > 6 else "") if command else "COMMAND"
+    words = [word if MARK.search(word) else shlex.quote(word) for word in command[:6]]
+    shown = " ".join([*words, *(["…"] if len(command) > 6 else [])]) or "COMMAND"
     return UsageError(
-        f"{runtime}: the ranks would not get their variables, or cannot be watched, inside its container",
+        f"{runtime}: its command line is not translated",
         fix=f"name the image and its mounts to submit: clustertrain submit --container docker://IMAGE "
         f"--container-mount SRC:DST -- {shown}",
     )

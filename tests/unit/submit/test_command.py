@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.accelerate_launch import _refusal
 from clustertrain.submit.command import build_script_spec
 from clustertrain.submit.launchers import replace_launcher
 from clustertrain.submit.request import SubmitRequest
@@ -37,6 +37,22 @@ def test_torchrun_is_replaced(command: tuple[str, ...]) -> None:
     translation = replace_launcher(request(*command))
     assert translation.request.command == TORCHRUN[command]
     assert "torchrun is replaced" in translation.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        (("mpirun", "-np", "8", "x"), "srun --ntasks-per-node=1 clustertrain wrap -- x (ranks get RANK"),
+        (("bash", "-c", "torchrun x.py"), "put the other commands into the batch script"),
+        (("apptainer", "exec", "i", "torchrun", "x.py"), "set `container` in the cluster profile, and torchrun"),
+        (("A=1", "python", "x.py"), "write env A=1 before the program"),
+    ],
+)
+def test_fix_in_a_batch_script_is_one_of_wrap(command: tuple[str, ...], fix: str) -> None:
+    asked = replace(request(*command), wrapped=True)
+    with pytest.raises(UsageError) as e:
+        build_script_spec(replace_launcher(asked).request)
+    assert fix in str(e.value.fix)
 
 
 WRAPPED = {
@@ -124,13 +140,15 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
         (("horovodrun", "-np", "4", "python", "x.py"), "horovodrun: not translated"),
         (("srun", "-n", "4", "x"), "srun: not translated"),
         (("uv", "run", "accelerate", "launch", "x.py"), "accelerate launch behind uv: .* without uv"),
-        (("env", "A=1", "accelerate-launch", "x.py"), "accelerate launch behind env: .*--env NAME=VALUE"),
+        (("env", "A=1", "accelerate-launch", "x.py"), "accelerate launch behind env: .*export the variables"),
         (("bash", "-c", "torchrun x.py"), "torchrun inside bash: .*name torchrun itself"),
         (("sh", "-ec", "cd /a && A=1 exec nice\\\n uv run torchrun x.py"), "torchrun inside sh"),
         (("bash", "-c", "if a; then\npython -m torch.distributed.run x.py; fi"), "torchrun inside bash"),
         (("uv", "run", "bash", "-lc", "(accelerate launch x.py)"), "accelerate launch inside bash"),
         (("apptainer", "exec", "--nv", "i.sif", "torchrun", "x.py"), "torchrun inside apptainer: .*--container IMAGE"),
         (("podman", "run", "-v", "/a:/a", "i", "bash", "-c", "torchrun x.py"), "torchrun inside podman"),
+        (("docker", "run", "i", "mpirun", "x"), "mpirun inside docker: .*the program without docker and mpirun"),
+        (("shifter", "i", "accelerate", "launch", "x"), "accelerate launch inside shifter: .*ACCELERATE_USE_FSDP"),
         (("ch-run", "i", "--", "deepspeed", "x.py"), "deepspeed inside ch-run"),
         (("deepspeed", "--include", "a:0,1", "x.py"), "deepspeed --include: cannot be honored"),
         (("deepspeed", "-e", "a:0", "x.py"), "deepspeed --exclude: cannot be honored"),
@@ -168,11 +186,13 @@ def test_gpus_of_torchrun_are_the_profile_s(tmp_path: Path) -> None:
         translate(job={"cluster": "site", "device": "cpu"})
 
 
-def test_python_without_accelerate_is_named() -> None:
-    python = Path(sys.executable).resolve()  # of the base installation
-    refusal = _refusal(str(python), "Traceback\nModuleNotFoundError: No module named 'accelerate'\n")
-    assert "accelerate launch: " in refusal.message and f"{python} has no accelerate" in refusal.message
-    assert "activate the one that has it" in str(refusal.fix)
+def test_python_without_accelerate_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without the packages of its environment
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match=f"accelerate launch: {python} has no accelerate") as e:
+        replace_launcher(request(str(tmp_path / "accelerate"), "launch", "train.py", cwd=tmp_path))
+    assert "activate the one that has it" in str(e.value.fix)
 
 
 DEEPSPEED = {
