@@ -45,7 +45,7 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
     if "\0" in "".join(request.command):
         raise UsageError("an argument of the command contains a NUL character", fix="remove it")
     name = request.command[0]
-    if _ASSIGNMENT.fullmatch(name) and not (request.cwd / name).exists():
+    if _ASSIGNMENT.fullmatch(name) and not is_file(request.cwd / name):
         raise UsageError(
             f"{name}: a variable, not a program",
             fix=f"write env {shlex.quote(name)} before the program"
@@ -68,7 +68,7 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
         package = _find_module(request, None if start else program, command[index])
         return replace(base, path=str(package) if package else "")
     path = request.cwd / command[index]
-    if not path.is_file():
+    if not is_file(path):
         problem = "it is a folder" if path.is_dir() else "no such file"
         raise UsageError(f"{command[index]}: {problem}", fix="name the script by its path from this folder")
     if index == start and _is_installed(path):
@@ -127,6 +127,14 @@ def _find_file_argument(command: Sequence[str]) -> tuple[int, int | None]:
     return start, start if has_file else None
 
 
+def is_file(path: Path) -> bool:
+    """Return whether ``path`` is a file; a name that is too long for one is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def is_python(program: str) -> bool:
     return _PYTHON.fullmatch(PurePath(program).name) is not None
 
@@ -151,7 +159,7 @@ def _find_program(request: SubmitRequest) -> Path:
         return Path(os.path.normpath(path))
     found = shutil.which(name, path=request.environ.get("PATH", os.defpath))
     if found is None:
-        if (request.cwd / name).is_file():
+        if is_file(request.cwd / name):
             way = f"python {name}" if name.endswith(".py") else f"bash {name}"
             raise UsageError(f"{name}: not a command in PATH", fix=f"write ./{name}, or {way}")
         raise UsageError(

@@ -61,7 +61,8 @@ _OTHER_LAUNCHERS = {
 }
 ACCELERATE_SETTINGS = (
     "name the script itself after --, and give the settings of its configuration with --env: "
-    "ACCELERATE_MIXED_PRECISION=bf16, ACCELERATE_USE_FSDP=true and FSDP_…, ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_…"
+    "ACCELERATE_MIXED_PRECISION=bf16, ACCELERATE_USE_FSDP=true and FSDP_…, ACCELERATE_USE_DEEPSPEED=true and "
+    "ACCELERATE_DEEPSPEED_…"
 )
 
 

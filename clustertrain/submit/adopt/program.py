@@ -23,7 +23,13 @@ from clustertrain.submit.launchers import (
     starts_with_launcher,
 )
 from clustertrain.submit.mpi_launch import MPI, parse_mpi
-from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, WRAPPERS, find_hidden_commands, find_program
+from clustertrain.submit.wrappers import (
+    CONTAINER_RUNTIMES,
+    MODULE_OPTIONS,
+    WRAPPERS,
+    find_hidden_commands,
+    find_program,
+)
 
 SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 _ISOLATED = frozenset({"docker", "nerdctl", "podman"})  # their containers have no variable that they are not given
@@ -288,7 +294,8 @@ def _read_wrapped(program: Program) -> None:
     if index == 0 or MARK.search(words[index]):  # variables stand before it: what they hold is not known
         names = [bool(name_launcher([word])) or word == "accelerate" or is_python(word) for word in words]
         index = names.index(True) if True in names else len(words)
-    inner = Program(["python", "-m", *words[index + 1 :]] if words[index:][:1] == ["-m"] else words[index:])
+    is_module = index < len(words) and words[index] in MODULE_OPTIONS
+    inner = Program(["python", "-m", *words[index + 1 :]] if is_module else words[index:])
     read_launcher(inner, is_wrapped=True)
     if inner.launcher == "accelerate launch":
         raise refuse_wrapped_accelerate(program.name)

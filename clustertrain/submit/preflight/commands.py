@@ -6,7 +6,7 @@ import shlex
 import shutil
 from pathlib import PurePath
 
-from clustertrain.submit.command import is_python
+from clustertrain.submit.command import is_file, is_python
 from clustertrain.submit.launchers import name_launcher
 from clustertrain.submit.prepared_run import ResolvedRun
 from clustertrain.submit.request import SubmitRequest
@@ -35,7 +35,7 @@ def note_missing_snapshot(run: ResolvedRun) -> list[str]:
     if script is None or script.path or not script.command:
         return []
     cwd, words = run.parsed.request.cwd, run.parsed.request.command
-    named = next((w for w in words[1:] if w.endswith((".py", ".sh")) and len(w) < 256 and (cwd / w).is_file()), None)
+    named = next((w for w in words[1:] if w.endswith((".py", ".sh")) and is_file(cwd / w)), None)
     if named is None:
         return []
     return [f"{PurePath(words[0]).name} …: no snapshot of the code; edits of {named} reach the next attempt"]

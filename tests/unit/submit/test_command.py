@@ -290,6 +290,7 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
         (("uv", "run", "nope.py"), "nope.py: no such file"),
         (("env", "A=1", "python", "nope.py"), "nope.py: no such file"),
         (("train.py",), "not a command in PATH.*\\./train.py, or python train.py"),
+        (("A=" + "1" * 300, "python", "train.py"), "a variable, not a program"),
         (("A=1", "python", "train.py"), "a variable, not a program.*--env A=1"),
         ((sys.executable, "-m", "nosuchmodule.x"), "has no module nosuchmodule"),
         ((sys.executable, "-m", "json.nope"), "has no module json.nope"),
