@@ -7,6 +7,7 @@ the trainer writes itself. The environment of a rank is torchrun's.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -69,7 +70,7 @@ class CommandRanks:
         containers: RankContainers | None = None,
     ) -> None:
         self.pid = os.getpid()
-        self._stop_signal = stop_signal
+        self.stop_signal = stop_signal
         self._command, self._local_rank_index = tuple(command), local_rank_index
         self._is_shell = _starts_shell(self._command[0])
         self._rank_dir, self._logs, self._stop_requested = rank_dir, logs, stop_requested
@@ -87,7 +88,9 @@ class CommandRanks:
         command: Sequence[str] = self._command
         if self._local_rank_index is not None:
             index = self._local_rank_index
-            command = [*command[:index], f"{command[index]}={local_rank}", *command[index + 1 :]]
+            option = f"{command[index]}={local_rank}"
+            command = [*command[:index], option, *command[index + 1 :]]
+            env = {**env, settings.ADDED_ARGS: json.dumps([*json.loads(env.get(settings.ADDED_ARGS, "[]")), option])}
         if self._containers is not None:
             command, env = self._containers.build_launch(rank, command, env)
         argv = [sys.executable, "-P", "-S", "-E", rank_exec.__file__, str(self.pid), str(log), own_cpus, *command]
@@ -115,15 +118,12 @@ class CommandRanks:
         """
         if -code not in self._ending_signals or not self._is_shell or not self._stop_requested():
             return False
-        pid = self._processes[rank].pid
-        if self._containers is not None:
-            pid = self._containers.read_pid(rank) or pid
-        return any(_is_alive(other) for other in _list_session(pid))
+        return any(_is_alive(other) for other in _list_session(self._read_pid(rank)))
 
     @property
     def _ending_signals(self) -> tuple[int, ...]:
         """The signals that may end a process at a stop: Slurm's, and the stop signal."""
-        return signal.SIGTERM, self._stop_signal.number or signal.SIGTERM
+        return signal.SIGTERM, self.stop_signal.number or signal.SIGTERM
 
     def wait(self) -> None:
         for process in self._processes.values():
@@ -152,16 +152,30 @@ class CommandRanks:
 
         A shell is not the program: it gets the signal, and so do its children.
         """
-        number = self._stop_signal.number
+        number = self.stop_signal.number
         if number is None:
             return
         for rank, process in self._processes.items():
             if rank not in self._codes:
-                pid = self._find_program(rank)
-                for target in self._list_other_targets(pid, has_ended=process.poll() is not None):
+                for target in self._list_other_targets(rank):
                     proc.send_signal(target, number)
                 if process.poll() is None:
-                    _send_to(pid, number)
+                    _send_to(self._find_program(rank), number)
+
+    def use_signal(self, number: signal.Signals) -> None:
+        """Make ``number`` the stop signal."""
+        self.stop_signal = StopSignal(number)
+
+    def handle(self, number: signal.Signals) -> bool:
+        """Return whether the program of every rank that runs handles a signal itself."""
+        return all(
+            any(_handles(target, number) for target in self._list_targets(rank))
+            for rank in self._processes
+            if rank not in self._codes
+        )
+
+    def _list_targets(self, rank: int) -> list[int]:
+        return [self._find_program(rank), *(process.pid for process in self._list_other_targets(rank))]
 
     def _find_program(self, rank: int) -> int:
         """Return the PID of the rank's program; of the runtime if its container has not started."""
@@ -169,14 +183,20 @@ class CommandRanks:
         pid = self._containers.find_program(rank) if self._containers is not None else None
         return pid or self._processes[rank].pid
 
-    def _list_other_targets(self, pid: int, *, has_ended: bool) -> list[psutil.Process]:
-        """Return the processes that get the stop signal beside the rank's program ``pid``."""
-        if self._stop_signal.to_all:
+    def _list_other_targets(self, rank: int) -> list[psutil.Process]:
+        """Return the processes that get the stop signal beside the rank's program."""
+        pid = self._read_pid(rank)
+        if self.stop_signal.to_all:
             return _list_all(pid)
         if not self._is_shell:
             return []
         # The scheduler's SIGTERM may have ended the shell.
-        return _list_orphans(pid) if has_ended else _list_programs(pid)
+        return _list_programs(pid) if _is_alive(pid) else _list_orphans(pid)
+
+    def _read_pid(self, rank: int) -> int:
+        """Return the PID that the rank's program has, or had; of the runtime if its container has not started."""
+        pid = self._containers.read_pid(rank) if self._containers is not None else None
+        return pid or self._processes[rank].pid
 
     def _write_record(self, rank: int, code: int) -> None:
         path = self._rank_dir / f"rank-{rank}.json"
@@ -209,8 +229,10 @@ def _starts_shell(program: str) -> bool:
         return True
     try:
         with Path(program).open("rb") as file:
-            first_line = file.readline(256)
+            first_line, second_line = file.readline(256), file.readline(256)
     except OSError:
+        return False
+    if second_line.startswith(b"'''exec'"):  # a Python script whose interpreter has a path too long for `#!`
         return False
     return re.match(rb"#!.*\b(?:ba|da|k|z)?sh\b", first_line) is not None
 
@@ -226,6 +248,15 @@ def _list_programs(pid: int) -> list[psutil.Process]:
             if child.name() in proc.SHELLS:
                 programs += _list_programs(child.pid)
     return programs
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) & (1 << (number - 1)))
 
 
 def _send_to(pid: int, number: signal.Signals) -> None:

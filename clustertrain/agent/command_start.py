@@ -15,18 +15,16 @@ from clustertrain.run.run_dir import AttemptDir, RunDir
 RANK_HOOKS = Path(clustertrain.__file__).with_name("rank_hooks")
 
 
-def build_command(script: ScriptSpec, job: JobSpec, run: RunDir, attempt: AttemptDir, checkpoint: str) -> list[str]:
-    """Return the program and its arguments, with those of a resumed attempt.
-
-    ``checkpoint``: the newest whole one; empty if there is none.
-    """
+def build_command(script: ScriptSpec, run: RunDir) -> list[str]:
+    """Return the program and its arguments in the first attempt."""
     command = list(script.command)
     if script.path_index is not None:
         command[script.path_index] = str(run.code / script.path)
-    return [*command, *_build_resume_arguments(job, run, attempt, checkpoint)]
+    return command
 
 
-def _build_resume_arguments(job: JobSpec, run: RunDir, attempt: AttemptDir, checkpoint: str) -> list[str]:
+def build_resume_arguments(job: JobSpec, run: RunDir, attempt: AttemptDir, checkpoint: str) -> list[str]:
+    """Return the further arguments of a resumed attempt. ``checkpoint``: the newest whole one; empty without one."""
     arguments = split_arguments(job.resume_args)
     needs_checkpoint = bool(job.checkpoints) or uses_placeholder(arguments, CHECKPOINT)
     if attempt.n == 1 or (needs_checkpoint and not checkpoint):

@@ -313,7 +313,7 @@ def prepare_python(copy: EnvironmentCopy, environment: ShippedEnvironment, *, no
     except NotCopied as e:
         log.write("environment_not_copied", node=node, reason=str(e))
         _print(node, f"the ranks use the shared environment, because it could not be copied: {e}")
-        return RankPython()
+        return RankPython(environment.prefixes)
     seconds = clock.monotonic() - started
     files: Any = _read_files(Path(str(python.copy)).parent)
     size = files.bytes if files is not None else None

@@ -16,7 +16,8 @@ import msgspec
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import rank_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
-from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks
+from clustertrain.agent.command_ranks import CommandRanks
+from clustertrain.agent.command_stop import CommandStop
 from clustertrain.agent.deadline import LIMIT_SIGNAL, OWN_WARNINGS, load_deadline
 from clustertrain.agent.environment_copy import EnvironmentCopy, Stopped, prepare_python
 from clustertrain.agent.node_context import NodeContext, load_node_context
@@ -31,12 +32,10 @@ from clustertrain.agent.node_result import (
 )
 from clustertrain.agent.rank_monitor import RankMonitor
 from clustertrain.agent.relocation import RankPython
-from clustertrain.agent.signal_witness import SignalWitness
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
-from clustertrain.config.command_options import parse_stop_signal
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.run import heartbeat
@@ -73,9 +72,7 @@ class NodeAgent:
         self.environment_copy: EnvironmentCopy | None = None
         self.rank_python = RankPython()
         self.command_ranks: CommandRanks | None = None
-        self.signal_witness: SignalWitness | None = None
-        self.stop_signal = DEFAULT_STOP_SIGNAL  # of a command
-        self.stop_step: StopStepAgreement | None = None
+        self.command_stop: CommandStop | None = None
         self.aborted = False
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
@@ -118,8 +115,8 @@ class NodeAgent:
         finally:
             telemetry.stop()
             self.tracking.stop(0.0)
-            if self.signal_witness is not None:
-                self.signal_witness.close()
+            if self.command_stop is not None:
+                self.command_stop.close()
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
 
@@ -244,6 +241,8 @@ class NodeAgent:
         )
 
     def _start_ranks(self, rdzv: rendezvous.Rendezvous, spec: RunSpec) -> CommandRanks:
+        if spec.script is not None:
+            self.command_stop = CommandStop()
         ranks = rank_start.start_ranks(
             self.context,
             spec,
@@ -254,8 +253,7 @@ class NodeAgent:
             stop_requested=self._should_hurry,
         )
         if spec.script is not None:
-            self.command_ranks, self.signal_witness = ranks, SignalWitness()
-            self.stop_signal = parse_stop_signal(spec.job.stop_signal)
+            self.command_ranks = ranks
         return ranks
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
@@ -324,7 +322,9 @@ class NodeAgent:
                 self.tracking.poll()
             if self.signals.first and self.stop_source is None:
                 self._handle_signals()
-            self._poll_stop_step()
+            if self.command_ranks is not None and self.command_stop is not None:
+                is_own_script = self.deadline is not None and self.deadline.own_script
+                self.command_stop.poll(self.command_ranks, is_own_script=is_own_script)
             if self.aborted:
                 monitor.record_final_state(clock.monotonic())
             if self.aborted or self._is_overdue() or monitor.should_terminate(clock.monotonic()):
@@ -336,7 +336,8 @@ class NodeAgent:
         if order is not None and order.get("abort"):
             self.aborted = True
         elif order is not None and self.stop_source is None:
-            self._stop_ranks("batch", self._find_grace_s(str(order.get("reason"))))
+            cause = str(order.get("reason"))
+            self._stop_ranks("batch", self._find_grace_s(cause), cause)
 
     def _check_deadline(self) -> None:
         self.deadline = load_deadline(self.context.attempt.deadline) or self.deadline
@@ -360,6 +361,8 @@ class NodeAgent:
     def _handle_signals(self) -> None:
         if len(self.signals.received) > self.num_handled_signals:
             self.num_handled_signals = len(self.signals.received)
+            if self.command_ranks is not None and self.command_stop is not None:
+                self.command_stop.note_signals(self.command_ranks)
             # The batch process sends SIGUSR2 too, after it has written the reason.
             self._check_stop_order()
             if self.aborted or self.stop_source is not None:
@@ -374,6 +377,12 @@ class NodeAgent:
             # The signal may also announce a preemption: only the scheduler knows, and the batch process queries it.
             with contextlib.suppress(OSError):  # a full disk: retried in the next round
                 fsio.write_json(self.context.attempt.signal_warning, {"t": clock.now()})
+
+    def _build_agreement(self) -> StopStepAgreement:
+        context = self.context
+        return StopStepAgreement(
+            context.attempt.stop_step, self.rank_dir, context.nodes, context.node_rank, context.ranks
+        )
 
     def _find_grace_s(self, cause: str) -> float | None:
         """Return the seconds from a stop request to the kill; None if only the end of the allocation limits them."""
@@ -394,8 +403,11 @@ class NodeAgent:
         is_limit = self.limit_warning and set(received) == {LIMIT_SIGNAL}
         return "deadline" if is_limit else f"signal:{received[0]}"
 
-    def _stop_ranks(self, source: str, grace_s: float | None) -> None:
-        """Request a stop of the ranks, with a deadline: the end of the grace time or of the allocation."""
+    def _stop_ranks(self, source: str, grace_s: float | None, cause: str = "") -> None:
+        """Request a stop of the ranks, with a deadline: the end of the grace time or of the allocation.
+
+        ``cause``: what the batch process has stopped for, if it is the source.
+        """
         self.stop_source = source
         end_time = self.deadline.end_time if self.deadline is not None else None
         candidates = [end_time, clock.now() + grace_s if grace_s is not None else None]
@@ -410,27 +422,11 @@ class NodeAgent:
             print(f"clustertrain agent: {e}; warning the ranks by signal", file=sys.stderr, flush=True)
             for process in proc.list_descendants() if self.command_ranks is None else ():
                 proc.send_signal(process, signal.SIGTERM)
-        if self.command_ranks is not None:
-            context = self.context
-            self.stop_step = StopStepAgreement(
-                context.attempt.stop_step, self.rank_dir, context.nodes, context.node_rank, context.ranks
-            )
+        if self.command_stop is not None:
+            self.command_stop.begin(cause or source, self._build_agreement)
         self.log.write("signal", node=self.context.node, source=source)
         if self.telemetry is not None:
             self.telemetry.suspend()
-
-    def _poll_stop_step(self) -> None:
-        """Let the ranks agree on a step to stop at; if they cannot, send them the stop signal."""
-        if self.stop_step is None or self.command_ranks is None or self.stop_step.poll() == "pending":
-            return
-        if self.stop_step.poll() == "impossible" and not self._has_sent_stop_signal():
-            self.command_ranks.send_stop_signal()
-        self.stop_step = None
-
-    def _has_sent_stop_signal(self) -> bool:
-        """Return whether the scheduler has sent the stop signal to the ranks too."""
-        number = self.stop_signal.number
-        return number is not None and self.signal_witness is not None and self.signal_witness.has_received(number)
 
     def _is_overdue(self) -> bool:
         """Return whether a command has not ended by its deadline."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from clustertrain import fsio, proc
+from clustertrain import fsio, proc, settings
 from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
-from clustertrain.agent.command_start import RANK_HOOKS, build_command, build_environment
+from clustertrain.agent.command_start import RANK_HOOKS, build_command, build_environment, build_resume_arguments
 from clustertrain.agent.containers.ranks import RankContainers
 from clustertrain.agent.node_context import NodeContext
 from clustertrain.agent.relocation import RankPython
@@ -77,8 +78,9 @@ def _prepare_command(
     """Return what each rank of a command executes, and its variables."""
     document = fsio.poll_json(context.attempt.checkpoint)  # written by the batch process, before the first agent starts
     checkpoint = str(document["path"]) if isinstance(document, dict) and "path" in document else ""
-    command = build_command(script, spec.job, context.run, context.attempt, checkpoint)
+    added = build_resume_arguments(spec.job, context.run, context.attempt, checkpoint)
+    command = [*build_command(script, context.run), *added]
     command[0] = python.relocate(command[0])
     hooks = python.relocate(str(RANK_HOOKS))
-    grace_s = context.grace_s
-    return command, build_environment(env, script, spec.job, checkpoint=checkpoint, grace_s=grace_s, hooks=hooks)
+    variables = build_environment(env, script, spec.job, checkpoint=checkpoint, grace_s=context.grace_s, hooks=hooks)
+    return command, {**variables, settings.ADDED_ARGS: json.dumps(added)}

@@ -5,6 +5,7 @@ What still names the old folder works too, because that folder exists: it only t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -43,6 +44,10 @@ class RankPython:
     def relocate_variables(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return ``env`` with the copy in place of the environment."""
         relocated = dict(env)
+        relocated.pop(settings.ENVIRONMENT_COPIES, None)
+        if self.prefixes:
+            copies = [str(self.copy / PREFIX)] if self.copy is not None else []
+            relocated[settings.ENVIRONMENT_COPIES] = json.dumps([*copies, *self.prefixes])
         for name in settings.ENVIRONMENT_LISTS:
             if name in env:
                 relocated[name] = os.pathsep.join(self.relocate(path) for path in env[name].split(os.pathsep))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,10 @@ from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.submit.request import CountMode, SubmitRequest
+
+    _Choice = click.Choice[str]
+else:
+    _Choice = click.Choice  # not generic before click 8.2
 
 F = TypeVar("F", bound=Callable[..., Any])
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -76,11 +80,60 @@ class TargetCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class _RuntimeChoice(_Choice):
+    """A container runtime. What users of related programs write for one is accepted, or refused with the runtime."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "pyxis":
+            raise UsageError(
+                "--container-runtime pyxis: not needed, since Enroot starts the image",
+                fix="--container-runtime enroot, with the image that `enroot import docker://NAME` writes",
+            )
+        if value == "docker":
+            raise UsageError(
+                "--container-runtime docker: its daemon would start the ranks outside of the job",
+                fix="--container-runtime podman, which takes the same images",
+            )
+        return super().convert("apptainer" if value == "singularity" else value, param, ctx)
+
+
 def _option(group: str, *names: str, **settings: Any) -> Callable[[F], F]:
     return click.option(*names, cls=GroupedOption, group=group, **settings)
 
 
 # Named as in JobSpec. An option that is absent stays out of the request, so that the profile and the recipe decide.
+_COMMAND_OPTIONS = (
+    _option(
+        "Run",
+        "--no-hooks",
+        "hooks",
+        flag_value=False,
+        default=None,
+        help="Don't inject the hooks that track steps and resume the program.",
+    ),
+    _option(
+        "Run",
+        "--stop-signal",
+        metavar="NAME[:all]",
+        help="Signal that asks a command to stop: TERM (default), USR1, USR2, INT, HUP or none; with :all to all "
+        "processes of a rank.",
+    ),
+    _option(
+        "Run",
+        "--resume-args",
+        multiple=True,
+        metavar="ARGS",
+        help="Extra arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
+        "replaced.",
+    ),
+    _option(
+        "Run",
+        "--checkpoints",
+        metavar="PATTERN",
+        help="Checkpoints that a command saves, such as 'out/*.pt': the latest complete one resumes it and counts "
+        "as progress.",
+    ),
+)
 _JOB_OPTIONS = (
     _option("Resources", "--nodes", type=POSITIVE, metavar="N", help="Number of nodes."),
     _option(
@@ -123,7 +176,8 @@ _JOB_OPTIONS = (
         "Run",
         "--python",
         metavar="PATH",
-        help="Python of the ranks: a path, or a name in your PATH (default: the profile's, otherwise submit's own).",
+        help="Python of the ranks: a path, or a name in your PATH (default: the profile's; otherwise submit's own, or "
+        "for a script without a session the python in your PATH).",
     ),
     _option(
         "Run",
@@ -142,36 +196,7 @@ _JOB_OPTIONS = (
         metavar="N",
         help="Maximum number of requeues; 0 disables them (default: 50).",
     ),
-    _option(
-        "Run",
-        "--no-hooks",
-        "hooks",
-        flag_value=False,
-        default=None,
-        help="Run a command without the hooks that see its steps and resume it.",
-    ),
-    _option(
-        "Run",
-        "--stop-signal",
-        metavar="NAME[:all]",
-        help="Signal that asks a command to stop: TERM (default), USR1, USR2, INT, HUP or none; with :all to all "
-        "processes of a rank.",
-    ),
-    _option(
-        "Run",
-        "--resume-args",
-        multiple=True,
-        metavar="ARGS",
-        help="Further arguments of a command from the second attempt on; {checkpoint}, {run_dir} and {attempt} are "
-        "replaced.",
-    ),
-    _option(
-        "Run",
-        "--checkpoints",
-        metavar="PATTERN",
-        help="Checkpoints that a command saves, such as 'out/*.pt': the newest whole one resumes it and counts as "
-        "progress.",
-    ),
+    *_COMMAND_OPTIONS,
     _option(
         "Run",
         "--container",
@@ -181,8 +206,8 @@ _JOB_OPTIONS = (
     _option(
         "Run",
         "--container-runtime",
-        type=click.Choice(["auto", "apptainer", "charliecloud", "crun", "enroot", "podman", "runc"]),
-        help="auto: the first one that is installed and takes the image.",
+        type=_RuntimeChoice(["auto", "apptainer", "charliecloud", "crun", "enroot", "podman", "runc"]),
+        help="auto: the first one that is installed and takes the image; singularity means apptainer.",
     ),
     _option("Run", "--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700)."),
 )
@@ -192,8 +217,8 @@ _OTHER_OPTIONS = (
         "--container-mount",
         "container_mounts",
         multiple=True,
-        metavar="SRC[:DST[:ro]]",
-        help="Let the containers see a file or folder of the nodes.",
+        metavar="SRC[:DST[:ro|rw]]",
+        help="Mount a host path into the containers (repeatable); ro: read-only, rw: writable (default).",
     ),
     _option("Scheduler", "--sbatch", multiple=True, metavar="KEY=VALUE", help="Pass another option to sbatch."),
     _option("Run", "--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key."),
@@ -244,6 +269,13 @@ def job_options(command: F) -> F:
     return command
 
 
+def command_options(command: F) -> F:
+    """Add the options on how a command stops and resumes."""
+    for option in reversed(_COMMAND_OPTIONS):
+        command = option(command)
+    return command
+
+
 def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """Build the request from the values of :func:`job_options`.
 
@@ -268,9 +300,8 @@ def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequ
     other_options = {
         key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
     }
-    options["resume_args"] = " ".join(options["resume_args"]) or None
     mounts = options.pop("container_mounts")
-    job = {key: value for key, value in options.items() if value is not None}
+    job = build_job(options)
     job |= {"container_mounts": mounts} if mounts else {}
     return SubmitRequest(
         target=target or "",
@@ -302,6 +333,12 @@ def _profile_assignment(text: str) -> str:
     if key != "steps" or not steps:
         raise UsageError(f"--profile {text!r} is not steps=FIRST:END", fix="for example --profile steps=10:20")
     return f'train.profile="{steps}"'
+
+
+def build_job(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the job keys that the options have set, by their names in JobSpec."""
+    given = {**options, "resume_args": " ".join(options["resume_args"]) or None}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _warn_misplaced_options(target: str | None, args: tuple[str, ...]) -> None:

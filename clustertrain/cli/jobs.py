@@ -186,7 +186,7 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
                 if isinstance(current, Unreadable):
                     raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
                 if current.is_final:
-                    click.echo(f"{current.run.id}: {current.state}", err=True)
+                    click.echo(": ".join(filter(None, (current.run.id, current.state, current.end_reason))), err=True)
                     all_completed &= current.state == "completed"
                     remaining.remove(current.run)
             if not remaining:

@@ -82,7 +82,7 @@ def _show(chosen: Plan, command: str = "") -> None:
     for title, rows in (
         ("What would fit", [("", chosen.suggested_changes)] if chosen.suggested_changes else []),
         ("Warnings", [("", warning) for warning in chosen.warnings]),
-        ("Training", list(chosen.training.items())),
+        ("Command" if command else "Training", list(chosen.training.items())),
         ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
         (
             "Runners-up",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clustertrain import proc
-from clustertrain.cli.job_options import POSITIVE
+from clustertrain.cli.job_options import POSITIVE, build_job, command_options
 from clustertrain.errors import ClusterTrainError, UsageError
 
 
@@ -28,13 +28,7 @@ from clustertrain.errors import ClusterTrainError, UsageError
     metavar="N",
     help="Maximum number of requeues; 0 disables them (default: 50).",
 )
-@click.option(
-    "--no-hooks",
-    "hooks",
-    flag_value=False,
-    default=None,
-    help="Run the command without the hooks that see its steps and resume it.",
-)
+@command_options
 @click.option("--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700).")
 @click.option("--snapshot-limit-mib", type=POSITIVE, metavar="MIB", help="Maximum size of the code snapshot.")
 @click.option(
@@ -68,7 +62,7 @@ def wrap(
         return e.exit_code  # every task of the step finds the same
     request = SubmitRequest(
         command=command,
-        job={key: value for key, value in job.items() if value is not None},
+        job=build_job(job),
         snapshot_limit_mib=snapshot_limit_mib or DEFAULT_LIMIT_MIB,
         snapshot_include=snapshot_include,
         argv=tuple(sys.argv),

@@ -10,8 +10,8 @@ import msgspec
 from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.checks.storage_paths import check_node_folder
 from clustertrain.config.command_options import (
-    GLOB_PLACEHOLDERS,
-    check_placeholders,
+    check_pattern,
+    normalize_stop_signal,
     parse_stop_signal,
     split_arguments,
 )
@@ -106,16 +106,16 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     or ``{checkpoint}`` is used."""
     checkpoints: str = ""
     """Pattern of the files or folders that a command saves as checkpoints, such as ``out/ckpt-*.pt``, from the folder
-    of ``submit``. The newest whole one is ``CLUSTERTRAIN_CHECKPOINT``, and a newer one counts as progress.
+    of ``submit``. The latest complete one is ``CLUSTERTRAIN_CHECKPOINT``, and a newer one counts as progress.
     ``{run_dir}`` is replaced. Empty: those of the frameworks with hooks."""
     container: str = ""
-    """Image in which the ranks run: a ``.sif`` or ``.sqsh`` file, an OCI bundle, a folder with a root file system, or
+    """Image in which the ranks run: a ``.sif`` or ``.sqsh`` file, an OCI bundle, a folder with a root filesystem, or
     ``docker://NAME``. Empty: the profile's, otherwise none."""
     container_runtime: RuntimeName = "auto"
     """Program that starts the containers. ``"auto"``: the profile's, otherwise the first one that is installed and
     takes the image."""
     container_mounts: tuple[str, ...] = ()
-    """Files and folders that the containers see, as ``SRC[:DST[:ro]]``, after those of the profile."""
+    """Host paths to mount into the containers, as ``SRC[:DST[:ro]]``, after those of the profile."""
     container_options: tuple[str, ...] = ()
     """Further options for the runtime, after those of the profile."""
     share: bool = False
@@ -143,8 +143,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.cpus_per_gpu < 0:
             raise ValueError(f"cpus_per_gpu = {self.cpus_per_gpu}: must be 0 (the cluster's default) or more")
         parse_stop_signal(self.stop_signal)
+        msgspec.structs.force_setattr(self, "stop_signal", normalize_stop_signal(self.stop_signal))
         split_arguments(self.resume_args)
-        check_placeholders("checkpoints", self.checkpoints, GLOB_PLACEHOLDERS)
+        check_pattern(self.checkpoints)
 
 
 class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

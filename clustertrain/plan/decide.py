@@ -21,7 +21,7 @@ from clustertrain.plan.explain.decision import (
     fsdp_traffic_note,
     gpu_warnings,
 )
-from clustertrain.plan.layout import Batch, Layout, Strategy, format_gib, pluralize
+from clustertrain.plan.layout import Batch, Layout, Strategy, format_gib
 from clustertrain.plan.request import PlanRequest
 from clustertrain.plan.search import layouts
 from clustertrain.plan.search.layouts import Candidate, SearchProblem, SearchResult
@@ -90,7 +90,7 @@ def decide_for_script(request: PlanRequest) -> PlanDecision:
     layout = request.build_layout(strategy or "ddp")
     script = request.spec.script
     if script is not None and script.command:
-        reason = f"{pluralize(layout.world_size, 'rank')}: {script.name} decides how they share the work"
+        reason = ""  # it decides by itself how its ranks share the work
     elif layout.strategy == "single":
         reason = explain_single(request)
     elif strategy is None:
@@ -100,7 +100,7 @@ def decide_for_script(request: PlanRequest) -> PlanDecision:
         layout=layout,
         batch=Batch(micro_batch=0, grad_accum=0, global_batch=0, tokens_per_step=0),
         memory=MemoryEstimate(capacity_gib=request.capacity_gib),
-        reasons=(reason,),
+        reasons=(reason,) if reason else (),
     )
     return decision.explained(explain_layout(decision))
 

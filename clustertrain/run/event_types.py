@@ -278,13 +278,13 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 class ProgramCheckpoint(Event, frozen=True, kw_only=True):
-    """The files that match `job.checkpoints` were looked through: at the start of the attempt, and when a newer whole
-    checkpoint was there."""
+    """The files that match `job.checkpoints` were looked through: at the start of the attempt, and when a newer
+    complete checkpoint was there."""
 
     writer = "batch process (`checkpoints.jsonl`)"
 
     path: str | None = None
-    """The newest whole checkpoint of this run; None if there is none yet."""
+    """The latest complete checkpoint of this run; None if there is none yet."""
     modified: float | None = None
     """When it was changed last; in the first attempt, the newest change of what matched before (UTC epoch s)."""
     is_new: bool | None = None

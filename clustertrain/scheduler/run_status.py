@@ -97,6 +97,17 @@ class RunStatus:
         )
 
     @property
+    def end_reason(self) -> str:
+        """Why the run has ended without being completed; empty if it is or may become so, or if nothing is known."""
+        if not self.is_final or self.state == state.COMPLETED:
+            return ""
+        last = self.history[-1] if self.history else None
+        decision = self.undecided_reason or (last.stopped if last is not None else None) or ""
+        ending = (last.reason if last is not None else None) or ""
+        # Some decisions quote the ending of the last attempt.
+        return decision if ending in decision else "; ".join(filter(None, (decision, ending)))
+
+    @property
     def is_held(self) -> bool:
         """Whether the job stays in the queue until its owner releases it.
 

@@ -84,7 +84,11 @@ def _check_job(environ: Mapping[str, str]) -> str:
     """Return the id of the job that this process is in."""
     job_id = SlurmBackend().current_job_id(environ)
     if job_id is None:
-        raise UsageError("not inside a Slurm job", fix="submit the program: clustertrain submit -- COMMAND")
+        raise UsageError(
+            "not inside a Slurm job",
+            fix="submit the program: clustertrain submit -- COMMAND, or put it behind srun in a batch script: "
+            "srun clustertrain wrap -- COMMAND",
+        )
     if settings.RUN_DIR in environ:
         raise UsageError(
             "inside a run of clustertrain, which has started the ranks", fix="name the program without clustertrain"

@@ -23,7 +23,6 @@ import msgspec
 from clustertrain.config.checks import image_checks, storage_paths, unused_keys
 from clustertrain.config.checks.cross_checks import check_contract
 from clustertrain.config.checks.script_keys import is_trainer_key
-from clustertrain.config.command_options import CHECKPOINT, split_arguments, uses_placeholder
 from clustertrain.config.parsing import time_limits
 from clustertrain.config.recipe import PreemptionTestSpec
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
@@ -33,6 +32,7 @@ from clustertrain.plan.planner import check_fits
 from clustertrain.submit import job_script
 from clustertrain.submit.preflight import (
     alerts,
+    command_options,
     commands,
     container,
     data,
@@ -196,49 +196,6 @@ def check_traceable(parsed: ParsedRecipe) -> None:
 # -- the resolved run
 
 
-_LAYOUT_OPTIONS = ("layout", "tp", "cp", "pp", "dp_replicate", "dp_shard")
-
-
-def check_command_layout(run: ResolvedRun) -> None:
-    """Refuse options for the layout with a command or a script without a session, which decides it itself."""
-    script = run.spec.script
-    if script is None or not script.command:
-        return
-    given = [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if name in run.parsed.request.job]
-    if given:
-        session = f"; if a module of it opens a session, import clustertrain in {script.name} too"
-        raise UsageError(
-            f"{', '.join(given)}: no effect on {script.name}, which decides its own layout",
-            fix=f"pass the program its own options for it{session if run.parsed.request.target else ''}",
-        )
-
-
-# By job key: the option, if the key is not named as the option is.
-_COMMAND_OPTIONS = {"hooks": "--no-hooks", "stop_signal": "", "resume_args": "", "checkpoints": ""}
-
-
-def check_command_options(run: ResolvedRun) -> Notes:
-    """Refuse options for commands with a recipe or a session; note --resume-args without known checkpoints."""
-    script, job = run.spec.script, run.spec.job
-    if script is not None and script.command:
-        names = uses_placeholder(split_arguments(job.resume_args), CHECKPOINT)
-        if job.resume_args and not job.checkpoints and not names:
-            return [
-                f"--resume-args: added from the second attempt on, whether or not {script.name} has saved by then; "
-                "--checkpoints PATTERN adds them only if it has"
-            ]
-        return None
-    given = {*run.parsed.request.job, *run.parsed.document.get("job", {})}
-    unused = [option or f"--{key.replace('_', '-')}" for key, option in _COMMAND_OPTIONS.items() if key in given]
-    if unused:
-        subject = "a recipe" if script is None else f"{script.name}, which uses clustertrain"
-        raise UsageError(
-            f"{', '.join(unused)}: no effect on {subject}",
-            fix="leave it out; it is for programs that stop and resume by themselves: submit [OPTIONS] -- COMMAND",
-        )
-    return None
-
-
 def check_cpu_fp16(run: ResolvedRun) -> None:
     """Refuse fp16 on a CPU that was not asked for."""
     check_fp16(run.spec.recipe.train.precision, run.spec.job.device, run.requested_device)
@@ -373,8 +330,8 @@ RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
     check_traceable,
 )
 RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
-    check_command_layout,
-    check_command_options,
+    command_options.check_command_layout,
+    command_options.check_command_options,
     commands.note_missing_snapshot,
     check_cpu_fp16,
     check_utf8_spec,

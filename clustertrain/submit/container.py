@@ -10,7 +10,13 @@ import msgspec
 from clustertrain import settings
 from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.container import Mount, format_mount, is_registry_image, parse_mount
+from clustertrain.config.container import (
+    Mount,
+    find_registry_image,
+    format_mount,
+    is_registry_image,
+    parse_mount,
+)
 from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing.documents import parse_assignment, parse_value
 from clustertrain.errors import ConfigError, UsageError
@@ -38,7 +44,7 @@ def resolve_container(job: JobSpec, profile: ClusterProfile, cwd: Path) -> JobSp
 
     Raises:
         UsageError: an option for the container is given without an image.
-        ConfigError: a path cannot be made absolute.
+        ConfigError: a path cannot be made absolute, or the image is named as other programs name it.
     """
     if not job.container:
         if job.container_mounts or job.container_options:
@@ -51,6 +57,7 @@ def resolve_container(job: JobSpec, profile: ClusterProfile, cwd: Path) -> JobSp
     ]
     image = job.container
     if not is_registry_image(image):
+        _check_image_name(image, cwd)
         image = os.path.normpath(cwd / settings.expand_user_path(image, "job.container"))
     return msgspec.structs.replace(
         job,
@@ -58,6 +65,21 @@ def resolve_container(job: JobSpec, profile: ClusterProfile, cwd: Path) -> JobSp
         container_mounts=tuple(map(format_mount, mounts)),
         container_options=(*profile.container_options, *job.container_options),
     )
+
+
+def _check_image_name(image: str, cwd: Path) -> None:
+    """Refuse an image of a registry without ``docker://``, and other kinds of addresses."""
+    scheme, separator, _ = image.partition("://")
+    if separator:
+        raise ConfigError(
+            f"container = {image!r}: {scheme}:// is not supported",
+            fix=f"pull the image first, such as apptainer pull image.sif {image}, or use docker://NAME",
+        )
+    if (suggestion := find_registry_image(image)) and not (cwd / image).exists():
+        raise ConfigError(
+            f"container = {image!r}: no such file or folder",
+            fix=f"write container = {suggestion!r} for the image of a registry",
+        )
 
 
 def _resolve_mount(mount: Mount, cwd: Path) -> Mount:

@@ -126,7 +126,7 @@ def choose(
         else _choose_default(own, request, env, is_plain=is_plain)
     )
     note = ""
-    if not requested and ranks is not own:
+    if not requested and ranks is not own and not is_plain:
         note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
     if script is None or user is not None:  # a check refuses an interpreter that cannot run it
         if script is not None and user != Path(script.path).resolve():
@@ -167,14 +167,22 @@ def _make_command(script: ScriptSpec, python: Interpreter) -> ScriptSpec:
 
 
 def _choose_default(own: Interpreter, request: SubmitRequest, env: Mapping[str, str], *, is_plain: bool) -> Interpreter:
-    """Return this interpreter if it has torch, otherwise the ``python`` of the user's shell if that can run the job."""
-    if not own.lacks("torch"):
+    """Return this interpreter or the ``python`` of the user's shell.
+
+    A plain script runs with the shell's, as at the prompt, unless only this one has torch. Other jobs run with this
+    one, unless only the shell's can run them.
+    """
+    if not is_plain and not own.lacks("torch"):
         return own
     path = next((p for name in ("python", "python3") if (p := _find_command(name, request))), "")
     if not path:
         return own
     shell = _inspect(path, {**request.environ, **env})
-    return shell if is_plain or shell.find_trainer_problem() is None else own
+    if is_plain:
+        is_fit = shell.packages is not None and (own.lacks("torch") or not shell.lacks("torch"))
+    else:
+        is_fit = shell.find_trainer_problem() is None
+    return shell if is_fit else own
 
 
 def _locate(python: str, request: SubmitRequest) -> str:

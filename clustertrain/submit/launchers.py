@@ -187,14 +187,17 @@ def _check_hidden_launcher(request: SubmitRequest, command: Sequence[str]) -> No
     found = find_hidden_launcher(command)
     if not found:
         return
-    if name in CONTAINER_RUNTIMES:
-        image = "set `container` in the cluster profile" if request.wrapped else "name the image with --container IMAGE"
+    if name in CONTAINER_RUNTIMES and request.wrapped:  # the batch script starts the containers
+        fix = (
+            f"leave {found} out: name the program after {name} and its image; it has to get the variables of the ranks"
+        )
+    elif name in CONTAINER_RUNTIMES:
         how = f"and {found} without {name} after --"
         if found == "accelerate launch":
             how = ACCELERATE_SETTINGS
         elif found in _OTHER_LAUNCHERS:
             how = f"and the program without {name} and {found} after --"
-        fix = f"{image}, {how}"
+        fix = f"name the image with --container IMAGE, {how}"
     elif request.wrapped:
         fix = f"name {found} itself after --, and put the other commands into the batch script, before srun"
     else:

@@ -16,7 +16,7 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
-from clustertrain.submit import container, job_python, python_path
+from clustertrain.submit import container, job_python, option_names, python_path
 from clustertrain.submit.prepared_run import ResolvedRun
 from clustertrain.submit.recipe import ParsedRecipe
 from clustertrain.submit.request import SubmitRequest
@@ -108,8 +108,9 @@ def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapp
         del values["python"], values["environment"]
     values |= {**recipe, **options}
     values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
-    job = build(values, JobSpec, "job", prefix="job.")
-    return container.resolve_container(job, profile, cwd)
+    with option_names.named(options):
+        job = build(values, JobSpec, "job", prefix="job.")
+        return container.resolve_container(job, profile, cwd)
 
 
 def _resolve_checkpoint_dir(cwd: Path, folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a script uses clustertrain: its own text, and the modules of the user's code that it imports.
+"""Whether a script opens a session: its own text, and the modules of the user's code that it imports.
 
 The text is searched, and nothing is imported. A module that is named at run time only is not found. A session that it
 opens works in a command too.
@@ -7,6 +7,7 @@ opens works in a command too.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,10 @@ MAX_MODULES = 2000
 
 
 def find_use(script: Path) -> Path | None:
-    """Return the file that names clustertrain: the script or a module that it imports; None if there is none."""
+    """Return the file that names clustertrain: the script or a module that it imports; None if there is none.
+
+    One with ``ct.attach`` or the callbacks does not count: they belong to commands.
+    """
     search_path = python_path.list_search_folders([script.parent])
     seen: set[Path] = set()
     waiting = [script.resolve()]
@@ -28,10 +32,15 @@ def find_use(script: Path) -> Path | None:
             continue
         seen.add(path)
         text = _read(path)
-        if _WORD in text:
+        if _WORD in text and not _uses_only_command_parts(text):
             return path
         waiting += _list_imported(path, text, search_path)
     return None
+
+
+def _uses_only_command_parts(text: str) -> bool:
+    """Return whether ``text`` uses what works in a command alone: ``attach`` or the callbacks, and no session."""
+    return re.search(r"\b(attach|integrations)\b", text) is not None and re.search(r"[Ss]ession", text) is None
 
 
 def _read(path: Path) -> str:

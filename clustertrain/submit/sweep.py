@@ -227,6 +227,7 @@ def _prepare_tasks(
     _check_unused(tasks)
     _check_duplicates(tasks)
     _check_resources(tasks)
+    _check_checkpoints(tasks)
     return tasks, [*dict.fromkeys(notes), *transaction.get_backend_advice(first)]
 
 
@@ -259,6 +260,17 @@ def _check_duplicates(tasks: Sequence[SweepTask]) -> None:
                 f"{OPTION}: {format_values(other.values)} and {format_values(task.values)} give the same run",
                 fix=f"remove the option that overrides {OPTION}",
             )
+
+
+def _check_checkpoints(tasks: Sequence[SweepTask]) -> None:
+    """Raise ConfigError if a run could take the checkpoints of another one for its own."""
+    patterns = [pattern for task in tasks if (pattern := task.prepared.spec.job.checkpoints)]
+    shared = next((p for p in patterns if patterns.count(p) > 1 and "{run_dir}" not in p), None)
+    if shared is not None:
+        raise ConfigError(
+            f"--checkpoints {shared}: the runs of a sweep would resume from one another's checkpoints",
+            fix="let the program save into $CLUSTERTRAIN_RUN_DIR, and start the pattern with {run_dir}",
+        )
 
 
 def _check_resources(tasks: Sequence[SweepTask]) -> None:

@@ -76,7 +76,9 @@ def open_wrapped_run(request: SubmitRequest, task: StepTask, backend: SlurmBacke
     Raises:
         UsageError, ConfigError: the command is refused; nothing was created.
     """
-    translation = replace_launcher(replace(request, wrapped=True))
+    # The script itself starts containers, and prepares the environment.
+    request = replace(request, wrapped=True, job={**request.job, "container": "", "environment": "shared"})
+    translation = replace_launcher(request)
     translated = translation.request
     _check_sizes(request, translated, task)
     identity = _hash_command(translated)
@@ -195,7 +197,6 @@ def complete_request(request: SubmitRequest, task: StepTask, facts: JobFacts) ->
         "time": facts.time_limit,
     }
     sizes: dict[str, Any] = {"nodes": len(task.nodes), "gpus": ranks, "device": "cuda" if gpus else "cpu"}
-    sizes |= {"environment": "shared"}  # the profile's is for jobs that submit prepares
     cores = environ.get(settings.SLURM_CPUS_ON_NODE, "")
     if task.tasks_per_node > 1 and reading.is_unsigned_int(cores):
         # As many threads as a task of srun has; with one task per node, those that torchrun chooses.

@@ -60,9 +60,9 @@ def find_image_kind(image: str) -> ImageKind:
     """
     if is_registry_image(image):
         if not _REGISTRY_IMAGE.fullmatch(image):
-            raise ConfigError(
-                f"container = {image!r}: not the name of an image", fix="write docker://REGISTRY/NAME:TAG"
-            )
+            example = image.replace("#", "/", 1)  # Enroot's separator
+            suggestion = example if _REGISTRY_IMAGE.fullmatch(example) else "docker://REGISTRY/NAME:TAG"
+            raise ConfigError(f"container = {image!r}: not the name of an image", fix=f"write {suggestion}")
         return "registry"
     path = Path(image)
     if path.is_dir():

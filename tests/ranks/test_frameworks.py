@@ -37,11 +37,12 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
         out: str = "out",
         arguments: tuple[str, ...] = (),
         start: tuple[str, ...] = (),
+        python: str = sys.executable,
         as_script: bool = False,
     ) -> Run:
         shutil.copy(PROGRAMS / name, folder)
         (tmp_path / out).mkdir(exist_ok=True)
-        program = () if as_script else ("--", *start, sys.executable)
+        program = () if as_script else ("--", *start, python)
         command = (*program, name, str(tmp_path / out), str(STEPS), *arguments)
         submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, *command))
         return submitted[-1]
@@ -95,6 +96,15 @@ def test_shell_before_the_program_may_end_first(submit: Submit, tmp_path: Path) 
     assert run.endings() == ["preempted", "completed"]
     assert_stopped_together(run)
     assert "has not ended in time" not in (run.path / "job.log").read_text()
+
+
+def test_arguments_that_the_agent_adds_do_not_hide_the_checkpoints(submit: Submit) -> None:
+    """deepspeed's ``--local_rank`` differs by rank, and the arguments of a resumed attempt by attempt."""
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))  # need not exist: its Python counts
+    run = submit("attached_loop.py", *PREEMPT, "--resume-args", "--attempt {attempt}", python=deepspeed)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert_stopped_together(run)
 
 
 def test_lightning_stops_saves_and_resumes(submit: Submit) -> None:

@@ -18,8 +18,8 @@ from clustertrain.sysinfo.containers import ImageKind, read_bundle
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Of the variables that nobody named, only these enter. Most others describe the node's file system (PATH, HOME,
 # LD_LIBRARY_PATH, CONDA_PREFIX, SSL_CERT_FILE) and would break the image.
-_PREFIXES = ("CLUSTERTRAIN_", "SLURM_")
-_NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "LOGNAME", "TMPDIR", "USER"})
+_PREFIXES = ("CLUSTERTRAIN_", "SLURM_", "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "OMP_")
+_NAMES = frozenset({"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "LOGNAME", "TMPDIR", "USER"})
 _CHARLIECLOUD_ENVIRONMENT = "ch/environment"
 _SHARED_FOLDER = Path("/tmp")  # by the ranks of a node, as without containers
 _PYTHON_PATH = "PYTHONPATH"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from clustertrain import reading, schema
+from clustertrain.config.checks.invalid_value import find_fix
 from clustertrain.config.parsing import bounds, suggestions, synonyms, toml_parser
 from clustertrain.config.parsing.dotted_keys import (
     field_types,
@@ -115,7 +116,8 @@ def build(value: dict[str, Any], struct_type: type[S], source: str, prefix: str 
         location = path.rstrip("`").lstrip(".")
         key = _resolve_wildcard(value, struct_type, location)
         fix = (
-            suggestions.suggest_fix(value, struct_type, location, text)
+            find_fix(e.__cause__)
+            or suggestions.suggest_fix(value, struct_type, location, text)
             or suggestions.suggest_fix(value, struct_type, key, text)
             or _suggest_change(value, key)
         )

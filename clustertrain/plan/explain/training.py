@@ -1,9 +1,11 @@
-"""One-line descriptions of the training: model, objective, optimizer, schedule, clipping, evaluation."""
+"""One-line descriptions of the training: model, objective, optimizer, schedule, clipping, evaluation; of a command."""
 
 from __future__ import annotations
 
+import shlex
+
 from clustertrain.config.data import DataSpec
-from clustertrain.config.job import RunSpec
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
@@ -11,6 +13,9 @@ from clustertrain.plan import lr_schedule
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 from clustertrain.plan.explain.optimizer import describe_optimizer
 from clustertrain.plan.layout import Layout, pluralize
+from clustertrain.printable import printable
+
+MAX_COMMAND_CHARS = 100
 
 
 def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize | None) -> dict[str, str]:
@@ -20,6 +25,8 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
         state: size of the optimizer state; None if the shapes of the model are unknown.
     """
     recipe = spec.recipe
+    if spec.script is not None and spec.script.command:
+        return _describe_command(spec.job, spec.script)
     if spec.script is not None:
         parts = "model, data, batch, objective, optimizer, schedule, clipping and evaluation"
         return {"script": f"{spec.script.name} defines {parts} itself"}
@@ -33,6 +40,30 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
         "clipping": _describe_clipping(recipe.optim),
         "evaluation": _describe_evaluation(recipe),
     }
+
+
+def _describe_command(job: JobSpec, script: ScriptSpec) -> dict[str, str]:
+    ranks = job.nodes * job.gpus
+    who = f"each of {ranks} ranks runs" if ranks > 1 else "one rank runs"
+    signal, _, to_all = job.stop_signal.partition(":")
+    descriptions = {"command": f"{who} {_shorten(shlex.join(script.command))}"}
+    if job.stop_signal != JobSpec().stop_signal:
+        descriptions["stop signal"] = f"{signal}, to every process of a rank" if to_all else signal
+    if job.resume_args:
+        descriptions["resume arguments"] = _shorten(job.resume_args)
+    if job.checkpoints:
+        descriptions["checkpoints"] = job.checkpoints
+    if job.container:
+        runtime = "" if job.container_runtime == "auto" else f" with {job.container_runtime}"
+        mounts = f"; mounts {', '.join(job.container_mounts)}" if job.container_mounts else ""
+        descriptions["container"] = f"{job.container}{runtime}{mounts}"
+    return descriptions
+
+
+def _shorten(text: str) -> str:
+    """Return ``text`` as one line of limited length."""
+    line = printable(" ".join(text.split("\n")))
+    return line if len(line) <= MAX_COMMAND_CHARS else f"{line[: MAX_COMMAND_CHARS - 2]} …"
 
 
 def _describe_packing(data: DataSpec) -> str:

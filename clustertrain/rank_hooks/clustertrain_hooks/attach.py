@@ -33,7 +33,7 @@ def attach(
     Args:
         save: called on every rank with a folder, the same for all of them. Each rank writes files of its own there, or
             only rank 0 does; a collective such as ``torch.distributed.checkpoint.save`` is fine.
-        load: called on every rank with the folder of the newest whole checkpoint, before the first step.
+        load: called on every rank with the folder of the latest complete checkpoint, before the first step.
         every: steps between two checkpoints; 0: only when the job has to stop.
         keep: newest checkpoints to keep.
         folder: where checkpoints are written. Empty: ``program-checkpoints`` in the run folder; outside a run, in the
@@ -89,7 +89,7 @@ class Job:
         self.finish()
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint, if there is one, before the loop; return the steps that are done.
+        """Load the latest complete checkpoint, if there is one, before the loop; return the steps that are done.
 
         Raises:
             RuntimeError: called twice, or after :meth:`steps`.

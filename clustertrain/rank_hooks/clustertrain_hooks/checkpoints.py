@@ -12,7 +12,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .rank import Rank, read_json, write_json
@@ -28,8 +28,20 @@ def begin_training(framework: str) -> str:
     A program may train several times, and a script may start several programs: each has its own checkpoints.
     """
     number = _trainings[framework] = _trainings.get(framework, 0) + 1
-    program = zlib.crc32("\0".join(sys.argv).encode())
+    program = zlib.crc32("\0".join(restore_arguments(sys.argv, os.environ)).encode(errors="surrogateescape"))
     return f"{framework}-{number}-{program:08x}"
+
+
+def restore_arguments(argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Return ``argv`` as the user has typed it, without what the agent has changed in some attempt or on some rank."""
+    program, *arguments = argv or [""]
+    for added in json.loads(environ.get("CLUSTERTRAIN_ADDED_ARGS", "[]")):
+        if added in arguments:
+            arguments.remove(added)
+    # A shipped environment is the node's copy on one node, and the shared folder on another.
+    folders = json.loads(environ.get("CLUSTERTRAIN_ENVIRONMENT_FOLDERS", "[]"))
+    folder = next((f for f in folders if program.startswith(f + "/")), None)
+    return [program if folder is None else folders[-1] + program[len(folder) :], *arguments]
 
 
 def choose(

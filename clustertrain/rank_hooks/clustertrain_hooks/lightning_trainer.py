@@ -113,7 +113,7 @@ class FitReports:
             guarded(guard_workers)()
 
     def find_checkpoint(self) -> str | None:
-        """Return the newest whole checkpoint of the run from which the next ``fit`` continues; None without one.
+        """Return the latest complete checkpoint of the run from which the next ``fit`` continues; None without one.
 
         All ranks get the same one. A program that calls ``fit`` several times calls this before each.
         """

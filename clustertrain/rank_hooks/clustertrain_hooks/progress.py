@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import signal
 import time
 from typing import Any, Callable
 
-from . import checkpoints, heartbeat
+from . import checkpoints, heartbeat, scheduler_signal
 from .guard import guarded
 from .heartbeat import Heartbeat
 from .rank import Rank, find_rank
@@ -210,9 +209,9 @@ class Progress:
     def finish(self) -> None:
         """Report that the training has done all its steps, if exit code 0 will then say that the program is done.
 
-        A program with a handler of SIGTERM may exit with code 0 because it was stopped.
+        A program with a handler may exit with code 0 because it was stopped.
         """
-        self._is_finished = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        self._is_finished = not scheduler_signal.has_stop_handler(os.environ)
         self.close()
 
     def close(self) -> None:

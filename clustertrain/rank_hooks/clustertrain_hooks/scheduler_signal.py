@@ -28,6 +28,15 @@ def survive(environ: Mapping[str, str]) -> None:
         os.register_at_fork(after_in_child=_restore)
 
 
+def has_stop_handler(environ: Mapping[str, str]) -> bool:
+    """Return whether the program handles SIGTERM or its stop signal itself."""
+    import signal
+
+    name = environ.get("CLUSTERTRAIN_STOP_SIGNAL", "TERM")
+    numbers = {signal.SIGTERM, getattr(signal, f"SIG{name}", signal.SIGTERM)}
+    return any(signal.getsignal(n) not in (signal.SIG_DFL, signal.SIG_IGN, _ignore) for n in numbers)
+
+
 def _is_program() -> bool:
     """Return whether this process is that of the rank, or was started by a shell, which may be."""
     if os.getpid() == os.getsid(0):

@@ -117,7 +117,7 @@ class TrainReports:
             guarded(guard_workers)()
 
     def find_checkpoint(self) -> str | None:
-        """Return the newest whole checkpoint of the run from which the next ``train`` continues; None without one.
+        """Return the latest complete checkpoint of the run from which the next ``train`` continues; None without one.
 
         All ranks get the same one. A program that calls ``train`` several times calls this before each.
         """

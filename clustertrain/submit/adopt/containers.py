@@ -108,7 +108,10 @@ def translate_mounts(text: str, subject: str) -> list[str]:
     try:
         return [format_mount(parse_mount(part)) if ":" in part else part for part in text.split(",") if part]
     except ValueError as e:
-        raise UsageError(f"{subject}: {e}", fix="write the mount as --container-mount SRC:DST or SRC:DST:ro") from e
+        problem = str(e).removeprefix("container_mounts = ")
+        raise UsageError(
+            f"{subject}: {problem}", fix="write the mount as --container-mount SRC:DST or SRC:DST:ro"
+        ) from e
 
 
 def parse_apptainer(words: Sequence[str]) -> tuple[Container, list[str]] | None:

@@ -36,8 +36,11 @@ class PythonEnvironment:
         return tuple(dict.fromkeys((str(self.prefix), os.path.realpath(self.prefix))))
 
 
-def find_environment(python: Path) -> PythonEnvironment:
+def find_environment(python: Path, origin: str = "") -> PythonEnvironment:
     """Return the environment of the interpreter ``python``.
+
+    Args:
+        origin: where it comes from, for messages, if the user has not named it.
 
     Raises:
         ConfigError: it belongs to none, or the environment cannot be read here.
@@ -57,7 +60,7 @@ def find_environment(python: Path) -> PythonEnvironment:
             f"--ship-env: {e.filename}: {e.strerror or e}", fix=f"make it readable, or {_NO_SHIPPING}"
         ) from e
     raise ConfigError(
-        f"--ship-env: {python} is in no virtual environment and in no conda environment"
+        f"--ship-env: {python}{f' ({origin})' if origin else ''} is not in a virtual environment or a conda environment"
         + ("" if python.exists() else ", and does not exist on this machine"),
         fix=f"name the Python of an environment with --python, or {_NO_SHIPPING}",
     )

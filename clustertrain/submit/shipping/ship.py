@@ -26,7 +26,7 @@ def check_environment(prepared: PreparedRun) -> list[str]:
             "--ship-env: the ranks run in a container, whose image is their environment",
             fix="leave --ship-env or --container out",
         )
-    environment = find_environment(find_python(prepared))
+    environment = find_environment(*find_python(prepared))
     notes = []
     if environment.outside:
         notes.append(f"--ship-env: still read from their own folders: {', '.join(environment.outside)}")
@@ -36,23 +36,28 @@ def check_environment(prepared: PreparedRun) -> list[str]:
     return notes
 
 
-def find_python(prepared: PreparedRun) -> Path:
-    """Return the interpreter of the ranks: of a command the one it names or starts, as far as its text says so."""
+def find_python(prepared: PreparedRun) -> tuple[Path, str]:
+    """Return the interpreter of the ranks, and where it comes from if the user has not named it.
+
+    For a command it is the one that the command names or starts, as far as its text says so.
+    """
     script = prepared.spec.script
     if script is None or not script.command:
-        return Path(prepared.python.ranks.path)
+        return Path(prepared.python.ranks.path), ""
     program = Path(script.command[0])
     if is_python(program.name):
-        return program
+        return program, ""
     if (python := program.with_name("python")).exists():  # a console script lies beside its interpreter
         try:
             find_environment(python)
         except ConfigError:
             pass
         else:
-            return python
+            return python, ""
     found = shutil.which("python", path=prepared.parsed.request.environ.get("PATH"))
-    return prepared.parsed.request.cwd / found if found is not None else program
+    if found is None:
+        return program, ""
+    return prepared.parsed.request.cwd / found, "the python in your PATH"
 
 
 def _is_in_snapshot(prefix: Path, code: Path) -> bool:
@@ -88,7 +93,7 @@ class EnvironmentPacker:
         # Not at the top: few submissions need it.
         from clustertrain.submit.shipping.archive import pack
 
-        environment = find_environment(find_python(prepared))
+        environment = find_environment(*find_python(prepared))
         if environment not in self._packed:
             self._packed[environment], outside = pack(environment, self._on_progress)
             if outside:

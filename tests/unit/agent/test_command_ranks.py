@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from clustertrain import clock
+from clustertrain.agent import command_ranks
 from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
 from clustertrain.agent.node_result import RankObservations, build_node_result, read_rank_records
 from clustertrain.config.command_options import parse_stop_signal
@@ -280,3 +281,16 @@ def test_program_gets_its_signal_after_the_scheduler_has_ended_the_shell(start: 
     ranks.send_stop_signal()
     run(ranks)
     assert log.read_text().splitlines()[-1] == "program SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_shell"),
+    [
+        ("#!/bin/bash\necho\n", True),
+        ("#!/usr/bin/env python3\n", False),
+        ("#!/bin/sh\n'''exec' /long/path/python \"$0\" \"$@\"\n' '''\nimport sys\n", False),  # of pip
+    ],
+)
+def test_console_script_with_a_long_interpreter_path_is_no_shell(tmp_path: Path, text: str, is_shell: bool) -> None:
+    (tmp_path / "tool").write_text(text)
+    assert command_ranks._starts_shell(str(tmp_path / "tool")) is is_shell

@@ -23,6 +23,7 @@ def test_variables() -> None:
     assert PYTHON.relocate_variables(env) == {
         "PATH": "/usr/bin:/tmp/copy/environment/bin:/home/me/venv2/bin", "VIRTUAL_ENV": "/tmp/copy/environment",
         "OUT": "/home/me/venv/out", "LD_LIBRARY_PATH": "/tmp/copy/environment/lib", "PYTHONPATH": "",
+        "CLUSTERTRAIN_ENVIRONMENT_FOLDERS": '["/tmp/copy/environment", "/home/me/venv", "/gpfs/me/venv"]',
     }  # fmt: skip
     assert RankPython().relocate_variables(env) == env and RankPython().python == ""
 

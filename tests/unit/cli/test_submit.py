@@ -94,11 +94,33 @@ def test_any_command_is_submitted_as_it_is(
         (["--", "nosuchprogram"], "nosuchprogram: command not found"),
         (["--tp", "2", "--", "cat", "x"], "--tp: no effect on cat"),
         (["--set", "optim.lr=1", "--", "cat", "x"], "optim.lr has no effect on cat"),
-        (["--stop-signal", "KILL", "--", "cat", "x"], "stop_signal = 'KILL': must be one of TERM, USR1"),
-        (["--stop-signal", "USR1:al", "--", "cat", "x"], "stop_signal = 'USR1:al'"),
-        (["--resume-args", "--a '", "--", "cat", "x"], 'resume_args = "--a \'": No closing quotation'),
-        (["--resume-args", "{chekpoint}", "--", "cat", "x"], "did you mean {checkpoint}?"),
-        (["--checkpoints", "{rundir}/x", "--", "cat", "x"], "did you mean {run_dir}?"),
+        (
+            ["--stop-signal", "FOO", "--", "cat", "x"],
+            ": --stop-signal FOO: not TERM, USR1, USR2, INT, HUP or none\n"
+            "  fix: --stop-signal USR1 (add :all for every process of a rank)\n",
+        ),
+        (["--stop-signal", "USR2:al", "--", "cat", "x"], "fix: --stop-signal USR2 (add :all"),
+        (["--set", "job.stop_signal=FOO", "--", "cat", "x"], "job.stop_signal = 'FOO': not TERM"),
+        (
+            ["--resume-args", "--a 'x", "--", "cat", "x"],
+            ': --resume-args "--a \'x": a quote is not closed\n  fix: close it, or put a backslash before a quote',
+        ),
+        (["--resume-args", "{chekpoint}", "--", "cat", "x"], "fix: write {checkpoint} in place of it"),
+        (["--resume-args", "--from {checkpoint", "--", "cat", "x"], "the brace of {checkpoint is not closed"),
+        (
+            ["--checkpoints", "out/{step}.pt", "--", "cat", "x"],
+            ": --checkpoints 'out/{step}.pt': {step} is not replaced, and no file matches it\n"
+            "  fix: --checkpoints 'out/*.pt'; * matches any text\n",
+        ),
+        (["--checkpoints", "out/{checkpoint}.pt", "--", "cat", "x"], "fix: --checkpoints 'out/*.pt'"),
+        (["--checkpoints", "{epoch:02d}-x", "--", "cat", "x"], "fix: --checkpoints '*-x'"),
+        (["--checkpoints", "{rundir}/x", "--", "cat", "x"], "fix: --checkpoints '{run_dir}/x'"),
+        (["--checkpoints", "", "--", "cat", "x"], "--checkpoints: the pattern is empty"),
+        (["--nodes", "400000", "--", "cat", "x"], ": --nodes 400000: at most 100000; the"),
+        (["--nodes", "90000", "--gpus", "64", "--", "cat", "x"], ": --nodes 90000 x --gpus 64: 5760000 ranks"),
+        (["--profile", "steps=1:3", "--", "cat", "x"], "--profile: no effect on cat, which has its own steps"),
+        (["--container-runtime", "pyxis", "--", "cat", "x"], "pyxis: not needed, since Enroot starts the image"),
+        (["--container-runtime", "docker", "--", "cat", "x"], "fix: --container-runtime podman"),
         (["--no-hooks"], "--no-hooks: no effect on a recipe"),
         (["--set", "job.checkpoints='out'", "uses.py"], "--checkpoints: no effect on uses.py, which uses clustertrain"),
     ],
@@ -126,10 +148,32 @@ def test_options_of_a_command_are_kept(run_cli: RunCli, capsys: pytest.CaptureFi
     assert "note: --resume-args: added from the second attempt on, whether or not train.py" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("typed", "kept"), [("SIGTERM", "TERM"), ("usr1", "USR1"), ("sigusr2:ALL", "USR2:all")])
+def test_stop_signals_have_one_spelling(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], typed: str, kept: str
+) -> None:
+    assert run_cli("submit", "--stop-signal", typed, "--json", "--", "cat", "x") == 0
+    assert load_spec(RunDir(Path(json.loads(capsys.readouterr().out)["run_dir"]))).job.stop_signal == kept
+
+
+def test_braces_that_are_no_placeholders_are_passed_on(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "{ckpt}, {step} are passed as they are; known: {checkpoint}, {run_dir}, {attempt}"
+    for text, is_noted in (("--from {ckpt} {step}", True), ("""--a '{"a": 1}' x={checkpoint:1}""", False)):
+        assert run_cli("submit", "--dry-run", "--resume-args", text, "--", "cat", "x") == 0
+        assert (note in capsys.readouterr().err) is is_noted
+
+
+def test_singularity_is_apptainer(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--container", "docker://x", "--container-runtime", "singularity", "--container-mount", "/tmp:/d:rw")
+    assert run_cli("plan", *options, "--", "cat", "x") == 0
+    assert " ".join(capsys.readouterr().out.split()).find("docker://x with apptainer; mounts /tmp:/d") > 0
+
+
 def test_plan_of_a_command_names_no_layout(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("plan", "--gpus", "2", "--", "cat", "x") == 0
     shown = capsys.readouterr().out
     assert "cat on 2 ranks" in shown and "ddp" not in shown and "layout" not in shown
+    assert "each of 2 ranks runs " in shown and "Training" not in shown
 
 
 @pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])

@@ -154,3 +154,18 @@ def test_only_what_this_training_saved_is_listed(tmp_path: Path) -> None:
     rank = Rank(rank=0, world_size=1, attempt=3, run_dir=str(tmp_path), rank_dir=str(tmp_path))
     assert checkpoints.list_saved(rank, first) == ["/a/3", "/a/2", "/a/1"]
     assert checkpoints.list_saved(rank, "other") == []
+
+
+def test_training_has_one_name_on_all_ranks_and_in_all_attempts() -> None:
+    def restore(*argv: str, **environ: str) -> list[str]:
+        return checkpoints.restore_arguments(list(argv), environ)
+
+    typed = ["/shared/env/bin/trl", "sft", "--lr", "1"]
+    assert restore(*typed) == typed
+    added = json.dumps(["--from", "/c/step-7", "--local_rank=3"])
+    changed = ("--local_rank=3", *typed[1:], "--from", "/c/step-7")
+    assert restore(typed[0], *changed, CLUSTERTRAIN_ADDED_ARGS=added) == typed
+    on_node = {"CLUSTERTRAIN_ENVIRONMENT_FOLDERS": '["/tmp/copy/environment", "/link/env", "/shared/env"]'}
+    for folder in ("/tmp/copy/environment", "/link/env", "/shared/env"):
+        assert restore(f"{folder}/bin/trl", *typed[1:], **on_node) == typed
+    assert restore("/shared/env2/bin/trl", **on_node) == ["/shared/env2/bin/trl"]

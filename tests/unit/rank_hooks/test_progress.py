@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.rank_hooks.clustertrain_hooks import records
+from clustertrain.rank_hooks.clustertrain_hooks import records, scheduler_signal
 from clustertrain.rank_hooks.clustertrain_hooks.checkpoints import list_saved
 from clustertrain.rank_hooks.clustertrain_hooks.progress import Progress
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
@@ -129,3 +129,18 @@ def test_only_a_program_without_a_handler_can_say_that_it_is_done(tmp_path: Path
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert not is_finished()
+
+
+@pytest.mark.parametrize(("stop_signal", "is_finished"), [("USR1", False), ("TERM", True), ("none", True)])
+def test_handler_of_the_stop_signal_leaves_the_end_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_signal: str, is_finished: bool
+) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_STOP_SIGNAL", stop_signal)
+    previous = signal.signal(signal.SIGUSR1, lambda *_: None)
+    term = signal.signal(signal.SIGTERM, scheduler_signal._ignore)  # of the hooks themselves
+    try:
+        build_progress(tmp_path).finish()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+        signal.signal(signal.SIGTERM, term)
+    assert json.loads((tmp_path / "progress-0.json").read_text())["finished"] is is_finished

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
+from clustertrain.cli.jobs import wait_for
 from clustertrain.errors import CommandFailed
 from clustertrain.report import status, terminal
 from clustertrain.report.plan_vs_measured import PlanAccuracy
@@ -165,6 +166,24 @@ def test_undecided_run_names_the_command_that_continues_it(run: RunDir, schedule
     write_attempt(run, STOPPED)
     assert run_status_module.run_status(run).undecided_reason is None
     assert run_status_module.run_status(run).continue_command is None
+
+
+def test_wait_names_why_a_run_did_not_complete(
+    run: RunDir, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = "the command ended with exit code 3: see attempts/001/logs/rank-0.log"
+    budget = "no progress: 3 attempts in a row committed no newer step"
+    quoting, completed = new_run(), new_run()
+    ended = (3.0, "ended", {"ending": "crash", "reason": failure})
+    write_attempt(run, ended, (4.0, "stopped", {"reason": budget}))
+    write_attempt(quoting, ended, (4.0, "stopped", {"reason": f"{failure}; a requeue would fail the same way"}))
+    write_attempt(completed, (3.0, "ended", {"ending": "completed", "reason": "all ranks completed"}))
+    assert wait_for([run, quoting, completed], "sweep") == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"{run.id}: failed: {budget}; {failure}",
+        f"{quoting.id}: failed: {failure}; a requeue would fail the same way",
+        f"{completed.id}: completed",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.scheduler.slurm_step import is_in_step, read_step_task
+from clustertrain.scheduler.slurm_step import is_in_step, read_step_task, start_step
 
 # Recorded with Slurm 22.05: task 2 of `srun` with --nodes=2 --ntasks-per-node=2 --gpus-per-node=2.
 ENV = {
@@ -66,6 +66,11 @@ def test_refused_step(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
         read_step_task({**ENV, **changes})
     assert raised.value.fix
+
+
+def test_refused_outside_a_job() -> None:
+    with pytest.raises(UsageError, match=r"not inside a Slurm job\n.*in a batch script: srun clustertrain wrap -- "):
+        start_step({}, ["true"])
 
 
 @pytest.mark.parametrize(

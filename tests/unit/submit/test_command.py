@@ -44,7 +44,7 @@ def test_torchrun_is_replaced(command: tuple[str, ...]) -> None:
     [
         (("mpirun", "-np", "8", "x"), "srun --ntasks-per-node=1 clustertrain wrap -- x (ranks get RANK"),
         (("bash", "-c", "torchrun x.py"), "put the other commands into the batch script"),
-        (("apptainer", "exec", "i", "torchrun", "x.py"), "set `container` in the cluster profile, and torchrun"),
+        (("apptainer", "exec", "i", "torchrun", "x.py"), "leave torchrun out: name the program after apptainer"),
         (("A=1", "python", "x.py"), "write env A=1 before the program"),
     ],
 )

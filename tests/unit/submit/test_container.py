@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.container import find_registry_image
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.submit import checks
@@ -120,21 +122,33 @@ def test_script_becomes_a_command_and_its_repository_is_mounted(prepare_run: Pre
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "container: .*/no.sif does not exist": {"container": "no.sif"},
+    "^--container: .*/no.sif does not exist\n.*check the path; write docker://NAME": {"container": "no.sif"},
     "the file is neither a SIF nor a SquashFS image": {"container": "text"},
-    "container = 'docker://': not the name of an image": {"container": "docker://"},
+    "^--container docker://: not the name of an image": {"container": "docker://"},
+    "fix: write docker://nvcr.io/a:1$": {"container": "docker://nvcr.io#a:1"},
     "neither config.json, as an OCI bundle, nor bin or usr": {"container": "empty"},
-    "container_mounts: /no/folder does not exist": {"container": IMAGE, "container_mounts": ("/no/folder:/x",)},
-    "mount '/etc:in': in must be an absolute path": {"container": IMAGE, "container_mounts": ("/etc:in",)},
-    "mount '/a:/b:w': must be SRC, SRC:DST or SRC:DST:ro": {"container": IMAGE, "container_mounts": ("/a:/b:w",)},
-    "'crun': cannot start an image of a registry": {"container": IMAGE, "container_runtime": "crun"},
-    "'apptainer': it is not installed\n.*install it, or use podman": {
+    "^--container-mount: /no/folder does not exist": {"container": IMAGE, "container_mounts": ("/no/folder:/x",)},
+    "^--container-mount /etc:in: in is not an absolute .*\n  fix: --container-mount /etc:/in$": {
+        "container": IMAGE,
+        "container_mounts": ("/etc:in",),
+    },
+    "^--container-mount /a:/b:w: w is neither ro .*\n  fix: --container-mount /a:/b:ro$": {
+        "container": IMAGE,
+        "container_mounts": ("/a:/b:w",),
+    },
+    "^--container-mount :/b: not SRC, SRC:DST or SRC:DST:ro\n.* /scratch:/data:ro": {
+        "container": IMAGE,
+        "container_mounts": (":/b",),
+    },
+    "^--container-runtime crun: cannot start an image of a registry": {"container": IMAGE, "container_runtime": "crun"},
+    "^--container-runtime apptainer: it is not installed\n.*install it, or use podman": {
         "container": IMAGE,
         "container_runtime": "apptainer",
     },
     "no runtime for a SIF image is installed\n.*install apptainer": {"container": "image.sif"},
-    "container_mounts: no effect without a container": {"container_mounts": ("/etc",), "command": ("true",)},
-    "container_runtime.*'docker'": {"container": IMAGE, "container_runtime": "docker"},
+    "^--container-mount: no effect without a container": {"container_mounts": ("/etc",), "command": ("true",)},
+    "^--container-runtime: .*'docker'.*\n.*use one of podman": {"container": IMAGE, "container_runtime": "docker"},
+    "^--container oras://x/y: oras:// is not supported\n.*pull image.sif oras://x/y": {"container": "oras://x/y"},
 }
 
 
@@ -158,3 +172,38 @@ def test_bad_containers_are_refused(prepare_run: Prepare, tmp_path: Path, messag
 def test_relative_paths_in_a_profile_are_refused(prepare_run: Prepare, line: str, message: str) -> None:
     with pytest.raises(ClusterTrainError, match=message):
         prepare_run(text=line)
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("ubuntu:22.04", "ubuntu:22.04"),
+        ("nvcr.io#nvidia/pytorch:25.01-py3", "nvcr.io/nvidia/pytorch:25.01-py3"),
+        ("localhost:5000/me/image", "localhost:5000/me/image"),
+        ("ghcr.io/me/image@sha256:0a1b", "ghcr.io/me/image@sha256:0a1b"),
+    ],
+)
+def test_images_as_docker_and_pyxis_name_them(prepare_run: Prepare, name: str, image: str) -> None:
+    with pytest.raises(ClusterTrainError) as caught:
+        prepare_run(container=name)
+    assert str(caught.value) == (
+        f"--container {shlex.quote(name)}: no such file or folder\n"
+        f"  fix: --container docker://{image} for the image of a registry"
+    )
+
+
+@pytest.mark.parametrize("name", ["images/a:1.sif", "images/trainer", "a.sqsh", "/images/a:1", "~/a:1", "./a:1"])
+def test_paths_are_no_images_of_a_registry(name: str) -> None:
+    assert find_registry_image(name) == ""
+
+
+def test_file_with_the_name_of_an_image_is_the_file(prepare_run: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "ubuntu:22.04").mkdir()
+    assert prepare_run(container="ubuntu:22.04").spec.job.container == f"{tmp_path}/ubuntu:22.04"
+
+
+def test_values_that_come_from_no_option_are_named_by_their_keys(prepare_run: Prepare) -> None:
+    with pytest.raises(ClusterTrainError, match="container_mounts = '/a:b': b is not an absolute path"):
+        prepare_run(text='container_mounts = ["/a:b"]', container=IMAGE)
+    with pytest.raises(ClusterTrainError, match=r"^container_runtime = 'crun': cannot start"):
+        checks.check_plan(prepare_run(text='container_runtime = "crun"', container=IMAGE))

@@ -47,3 +47,17 @@ def test_script_that_uses_none_is_plain(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("import train\nthis is no Python")
     (tmp_path / "other.py").write_text(USES)
     assert session_search.find_use(path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_session"),
+    [
+        ("import clustertrain as ct\njob = ct.attach(save=s, load=l)\n", False),
+        ("from clustertrain.integrations.transformers import Callback\n", False),
+        ("import clustertrain as ct\nct.attach\nwith ct.session() as s: pass\n", True),
+    ],
+)
+def test_attach_and_callbacks_belong_to_commands(tmp_path: Path, text: str, is_session: bool) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert session_search.find_use(path) == (path if is_session else None)

@@ -278,3 +278,11 @@ def test_sweep_and_array_name_all_runs(sweep: Sweep, tmp_path: Path) -> None:
     with pytest.raises(ClusterTrainError, match="no run '471'"):
         resolve_runs("471")
     assert isinstance(resolve_runs("latest")[0], RunDir)
+
+
+def test_runs_with_the_same_checkpoints_are_refused(sweep: Sweep, tmp_path: Path) -> None:
+    command = ("sh", "-c", "true")
+    with pytest.raises(ConfigError, match="would resume from one another's checkpoints"):
+        sweep("env.LR=1,2", command=command, job={"checkpoints": "runs/*/step-*"})
+    assert leftovers(tmp_path) == []
+    assert sweep("env.LR=1,2", command=command, job={"checkpoints": "{run_dir}/step-*"})

@@ -165,3 +165,14 @@ def test_facts_of_a_job() -> None:
     changed = changed.replace("TimeLimit=1-00:05:00", "TimeLimit=UNLIMITED")
     assert parse_job_facts(changed) == JobFacts(False, False, "", "/home/a/my job.out")
     assert parse_job_facts("") == JobFacts()
+
+
+def test_image_of_the_profile_is_not_for_a_script_of_the_user(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site.toml").write_text('container = "/images/x.sif"\nenvironment = "ship"\n')
+    fake_slurm.answers("scontrol", stdout=JOB)
+    monkeypatch.setenv("CLUSTERTRAIN_CLUSTER_PATH", str(tmp_path))
+    wrapped = open_wrapped_run(request(tmp_path, cluster="site"), TASK, SlurmBackend())
+    job = load_spec(wrapped.run).job
+    assert (job.container, job.environment) == ("", "shared")

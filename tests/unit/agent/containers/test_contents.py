@@ -20,10 +20,11 @@ def test_variables_of_the_node_stay_outside() -> None:
         "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CLUSTERTRAIN_RUN_DIR": "/runs/a", "USER": "u",
         "PYTHONPATH": "/code:/node/site",
     }  # fmt: skip
+    node |= {"NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "8"}  # of the user's shell: the plan leaves them alone
     ranks = {**node, "RANK": "1", "MASTER_ADDR": "n1"}
     assert contents.select_environment(ranks, node, {"HF_TOKEN", "NCCL_DEBUG", "PYTHONPATH"}) == {
         "HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CLUSTERTRAIN_RUN_DIR": "/runs/a", "USER": "u",
-        "RANK": "1", "MASTER_ADDR": "n1",
+        "RANK": "1", "MASTER_ADDR": "n1", "NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "8",
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.job import RunSpec, ScriptSpec
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.model import ModelSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
@@ -152,3 +152,23 @@ def test_packing_description() -> None:
 def test_script_description() -> None:
     (line,) = describe(script="/home/me/train.py").values()
     assert line.startswith("train.py defines model, data, batch, objective, optimizer, schedule")
+
+
+def test_command_description() -> None:
+    def describe_command(*command: str, **job: Any) -> dict[str, str]:
+        spec = RunSpec(job=JobSpec(**job), script=ScriptSpec(command=command, cwd="/"))
+        return plan(spec, ClusterProfile(), "cpu").training
+
+    assert describe_command("python", "train.py") == {"command": "one rank runs python train.py"}
+    long = describe_command("python", "-c", "a\n" * 100, gpus=2)["command"]
+    assert long.startswith("each of 2 ranks runs python -c 'a a ") and long.endswith(" …")
+    assert len(long) < 125 and "\n" not in long
+    job = {"stop_signal": "USR1:all", "resume_args": "--from {checkpoint}", "checkpoints": "out/*.pt"}
+    container = {"container": "/image.sif", "container_runtime": "apptainer", "container_mounts": ("/a:/b:ro", "/c:/c")}
+    assert describe_command("./run.sh", **job, **container) == {
+        "command": "one rank runs ./run.sh",
+        "stop signal": "USR1, to every process of a rank",
+        "resume arguments": "--from {checkpoint}",
+        "checkpoints": "out/*.pt",
+        "container": "/image.sif with apptainer; mounts /a:/b:ro, /c:/c",
+    }

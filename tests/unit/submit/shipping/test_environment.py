@@ -80,7 +80,7 @@ def test_projects_outside_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("python", "message"),
     [
-        ("system/bin/python", "in no virtual environment and in no conda environment"),
+        ("system/bin/python", "is not in a virtual environment or a conda environment"),
         ("missing/bin/python", "does not exist on this machine"),
         ("empty/bin/python", r"lib/python3.\* is missing"),
     ],

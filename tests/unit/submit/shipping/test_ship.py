@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +78,11 @@ def test_refusals_and_dry_runs_create_nothing(fake_slurm: FakeSlurm, tmp_path: P
     preview = dry_run(make_request(tmp_path, str(prefix / "bin" / "tool")))
     assert f"--ship-env: still read from their own folders: {project} (linked from site-packages)" in preview.notes
     system = write(tmp_path / "system" / "bin" / "python", "#!/bin/sh\n", 0o755)
-    with pytest.raises(ConfigError, match="in no virtual environment and in no conda environment"):
+    with pytest.raises(ConfigError, match=f"{system} is not in a virtual environment or a conda environment"):
         submit(make_request(tmp_path, str(system)))
+    environ = {"PATH": f"{system.parent}:/usr/bin:/bin"}
+    with pytest.raises(ConfigError, match=re.escape(f"{system} (the python in your PATH) is not in a virtual")):
+        submit(make_request(tmp_path, "sh", "-c", "python train.py", environ=environ))
     assert not (tmp_path / "home").exists() and not fake_slurm.calls("sbatch")
 
 
@@ -99,7 +103,8 @@ def test_python_of_a_command(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     script = write(tmp_path / "project" / "run.sh", "#!/bin/sh\npython train.py\n", 0o755)
     environ = {"PATH": f"{prefix}/bin:/usr/bin:/bin"}
     for command in ((str(prefix / "bin" / "tool"),), (str(python), "-c", "pass"), (str(script),), ("sh", str(script))):
-        assert find_python(prepare(make_request(tmp_path, *command, environ=environ))) == python
+        origin = "the python in your PATH" if str(script) in command else ""
+        assert find_python(prepare(make_request(tmp_path, *command, environ=environ))) == (python, origin)
 
 
 def test_option_wins_over_the_profile(

@@ -110,6 +110,7 @@ def test_result_record(tmp_path: Path) -> None:
         "kind": "user_error",
         "reason": None,
         "budget_spent": False,
+        "ended_by_signal": False,
         "error": {"type": "ValueError", "message": "no good"},
         "peak_allocated_gib": None,  # CPU tensors have no such allocator
     }
