@@ -170,7 +170,7 @@ def test_set_up_keeps_its_order(text: str, setup: list[str], env: dict[str, str]
         ("if true; then srun python a.py; fi", "line 3: the training command is inside the block `if`"),
         ("run() {\n  torchrun a.py\n}\nrun", "line 4: the training command is inside the block `function run`"),
         ("srun --container-image=x --container-name=y python a.py", "line 3: srun --container-name: cannot be honored"),
-        ("srun --container-image=x --container-mounts=/a:/b:x-create=dir python a.py", "--container-mounts: '/a:/b:x-create=dir'"),
+        ("srun --container-image=x --container-mounts=/a:/b:x=d python a.py", "--container-mounts: '/a:/b:x=d'"),
         ("srun --container-image=dockerd://x python a.py", "dockerd:// is a store of one machine"),
         ("srun apptainer exec --overlay o img python a.py", "line 3: apptainer --overlay: cannot be honored"),
         ("srun singularity exec library://a/b python a.py", "not an image that submit takes"),
