@@ -5,6 +5,7 @@ accelerate itself reads them, in the Python beside it, so every option of the in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -13,6 +14,7 @@ from clustertrain import proc, schema
 from clustertrain.errors import CommandFailed, UsageError
 from clustertrain.submit.request import SubmitRequest
 
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 _TIMEOUT_S = 300.0  # importing torch from a shared filesystem may take minutes
 # accelerate 1.10 to 1.15: launch_command without its last step, which starts the processes.
 _PROGRAM = """
@@ -95,6 +97,11 @@ def read_accelerate(
 
 def _refusal(python: str, output: str) -> UsageError:
     lines = output.strip().splitlines()
+    if lines and (missing := _MISSING.search(lines[-1])):
+        return UsageError(
+            f"accelerate launch: {python} has no {missing[1]}",
+            fix="install it in this environment, or activate the one that has it",
+        )
     return UsageError(
         f"accelerate launch: {lines[-1] if lines else 'no answer'}",
         fix=f"see {python} -m accelerate.commands.launch --help, or name the script without accelerate launch",

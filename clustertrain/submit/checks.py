@@ -33,6 +33,7 @@ from clustertrain.submit import job_script
 from clustertrain.submit.preflight import (
     alerts,
     command_options,
+    commands,
     container,
     data,
     entry_points,
@@ -83,7 +84,8 @@ def check_target(request: SubmitRequest) -> None:
     except OSError as e:  # for example a name that is too long, or a folder without search permission
         problem = str(e.strerror)
     if problem:
-        raise UsageError(f"{request.target}: {problem}", fix="name a recipe (*.toml) or a script (*.py)")
+        fix = commands.find_command_fix(request) if problem == "no such file" else ""
+        raise UsageError(f"{request.target}: {problem}", fix=fix or "name a recipe (*.toml) or a script (*.py)")
     if is_recipe_path(path):
         if request.args:
             raise UsageError(f"{' '.join(request.args)}: a recipe takes no arguments", fix="put options before it")
@@ -330,6 +332,7 @@ RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
 RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
     command_options.check_command_layout,
     command_options.check_command_options,
+    commands.note_missing_snapshot,
     check_cpu_fp16,
     check_utf8_spec,
     check_environment,

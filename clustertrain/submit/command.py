@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -15,7 +16,9 @@ from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UsageError
 from clustertrain.submit import container, python_path
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.wrappers import MODULE_OPTIONS, find_program
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 # Options of Python and of shells with a value in the next argument.
 _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs", "-o", "-O", "--rcfile", "--init-file"})
@@ -41,28 +44,36 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
     """
     if "\0" in "".join(request.command):
         raise UsageError("an argument of the command contains a NUL character", fix="remove it")
+    name = request.command[0]
+    if _ASSIGNMENT.fullmatch(name) and not is_file(request.cwd / name):
+        raise UsageError(
+            f"{name}: a variable, not a program",
+            fix=f"write env {shlex.quote(name)} before the program"
+            if request.wrapped
+            else f"give it with --env {shlex.quote(name)}",
+        )
     if container.find_image(request):
         return _build_container_spec(request)
     program = _find_program(request)
     command = [str(program), *request.command[1:]]
     base = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
-    if is_python(command[0]) or PurePath(command[0]).name in proc.SHELLS:
-        index = _find_script(command)
-        if index is None:
-            return base
-        if command[index - 1] == "-m":
-            package = _find_module(request, program, command[index])
-            return replace(base, path=str(package) if package else "")
-        path = request.cwd / command[index]
-        if not path.is_file():
-            problem = "it is a folder" if path.is_dir() else "no such file"
-            raise UsageError(f"{command[index]}: {problem}", fix="name the script by its path from this folder")
-        return replace(base, path=str(path), path_index=index)
-    # A console script is installed; anything else in the user's folders is code.
-    is_code = program.is_relative_to(request.cwd) and not _is_installed(program)
-    if not is_code:
+    start, index = _find_file_argument(command)
+    if index is None:
         return base
-    return replace(base, path=str(program), path_index=0)
+    if index == 0:
+        # A console script is installed; anything else in the user's folders is code.
+        is_code = program.is_relative_to(request.cwd) and not _is_installed(program)
+        return replace(base, path=str(program), path_index=0) if is_code else base
+    if command[index - 1] in MODULE_OPTIONS:
+        package = _find_module(request, None if start else program, command[index])
+        return replace(base, path=str(package) if package else "")
+    path = request.cwd / command[index]
+    if not is_file(path):
+        problem = "it is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"{command[index]}: {problem}", fix="name the script by its path from this folder")
+    if index == start and _is_installed(path):
+        return base
+    return replace(base, path=str(path), path_index=index)
 
 
 def _build_container_spec(request: SubmitRequest) -> ScriptSpec:
@@ -79,11 +90,11 @@ def _build_container_spec(request: SubmitRequest) -> ScriptSpec:
             fix="leave it out, or put `python` before the script",
         )
     command = [python or name, *request.command[1:]]
-    index = _find_script(command) if is_python(name) or PurePath(name).name in proc.SHELLS else 0
+    _, index = _find_file_argument(command)
     spec = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
     if index is None or (index == 0 and os.sep not in name):
         return spec
-    if index and command[index - 1] == "-m":
+    if index and command[index - 1] in MODULE_OPTIONS:
         package = python_path.find_entry(command[index], python_path.list_search_folders([request.cwd]))
         return replace(spec, path=str(package)) if package is not None else spec
     path = Path(os.path.normpath(request.cwd / command[index]))
@@ -95,6 +106,33 @@ def _build_container_spec(request: SubmitRequest) -> ScriptSpec:
             f"{command[index]}: {problem}", fix="name it by its path from this folder, or by its full path in the image"
         )
     return spec
+
+
+def _find_file_argument(command: Sequence[str]) -> tuple[int, int | None]:
+    """Return the indices of the program behind wrappers and of its file: a script, a module after ``-m``, itself.
+
+    No file: it is a command of an environment, it has another folder, or it gets its code in another way.
+    """
+    place = find_program(command)
+    start, inner = place.index, command[place.index :]
+    if place.changes_folder:
+        return start, None
+    if start and inner[0] in MODULE_OPTIONS:
+        return start, start + 1 if len(inner) > 1 else None
+    if is_python(inner[0]) or PurePath(inner[0]).name in proc.SHELLS:
+        index = _find_script(inner)
+        return start, None if index is None else start + index
+    is_script = inner[0].endswith(".py") and any(PurePath(word).name == "uv" for word in command[:start])
+    has_file = start == 0 or is_script or inner[0].startswith(("./", "../"))
+    return start, start if has_file else None
+
+
+def is_file(path: Path) -> bool:
+    """Return whether ``path`` is a file; a name that is too long for one is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def is_python(program: str) -> bool:
@@ -121,6 +159,9 @@ def _find_program(request: SubmitRequest) -> Path:
         return Path(os.path.normpath(path))
     found = shutil.which(name, path=request.environ.get("PATH", os.defpath))
     if found is None:
+        if is_file(request.cwd / name):
+            way = f"python {name}" if name.endswith(".py") else f"bash {name}"
+            raise UsageError(f"{name}: not a command in PATH", fix=f"write ./{name}, or {way}")
         raise UsageError(
             f"{name}: command not found", fix="install it in this environment, or name it by its path (./NAME)"
         )
@@ -142,8 +183,11 @@ def _find_script(command: Sequence[str]) -> int | None:
     return None
 
 
-def _find_module(request: SubmitRequest, python: Path, module: str) -> Path | None:
+def _find_module(request: SubmitRequest, python: Path | None, module: str) -> Path | None:
     """Return the package of the user's code that contains ``module``; None if it is installed.
+
+    Args:
+        python: the interpreter that imports it; None: only a wrapper knows it.
 
     Raises:
         UsageError: neither exists.
@@ -154,6 +198,8 @@ def _find_module(request: SubmitRequest, python: Path, module: str) -> Path | No
         if not path.is_dir() and not path.with_name(f"{path.name}.py").is_file():
             raise UsageError(f"-m {module}: no such module in {package.parent}", fix="check its name")
         return package
+    if python is None:
+        return None
     try:
         result = proc.run(
             [str(python), "-c", _HAS_MODULE, module],

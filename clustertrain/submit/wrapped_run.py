@@ -77,7 +77,7 @@ def open_wrapped_run(request: SubmitRequest, task: StepTask, backend: SlurmBacke
         UsageError, ConfigError: the command is refused; nothing was created.
     """
     # The script itself starts containers, and prepares the environment.
-    request = replace(request, job={**request.job, "container": "", "environment": "shared"})
+    request = replace(request, wrapped=True, job={**request.job, "container": "", "environment": "shared"})
     translation = replace_launcher(request)
     translated = translation.request
     _check_sizes(request, translated, task)

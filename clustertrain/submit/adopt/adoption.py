@@ -15,6 +15,7 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.body import OWN_VARIABLES, Body, BodySorter, split_body
+from clustertrain.submit.adopt.containers import Container, translate_mounts
 from clustertrain.submit.adopt.directives import parse_directives
 from clustertrain.submit.adopt.expansion import Expansions, Scope
 from clustertrain.submit.adopt.items import Item, ItemReader
@@ -28,6 +29,7 @@ from clustertrain.submit.command import is_python
 
 _MAX_SCRIPT_BYTES = 1 << 20
 _RANK_VARIABLES = re.compile(r"\b(SLURM_PROCID|SLURM_LOCALID|SLURM_NTASKS|SLURM_NODEID|OMPI_COMM_WORLD_\w+)\b")
+_APPTAINER_VARIABLE = re.compile(r"^(?:APPTAINER|SINGULARITY)ENV_(?=\w)")
 _VENV = re.compile(r"(?:source|\.) ([^$]+)/bin/activate")
 
 
@@ -73,6 +75,8 @@ def adopt(text: str, script: str, profile_name: str, cwd: Path) -> Adoption:
     program = body.training.program
     if program is None:  # a training command always has one; a block has been refused
         raise UsageError(f"{script}, line {body.training.line}: no command", fix="submit the program itself")
+    if request.container.list_options():
+        program.container = (program.container or Container()).merge(request.container)
     try:
         read_launcher(program)
     except UsageError as e:
@@ -112,6 +116,8 @@ class _Composer:
     def compose(self, script: str, profile_name: str) -> Adoption:
         training = self._body.training
         self._take_env(training)
+        if self._program.container is not None:
+            self._take_container_env(self._program.container)
         command = self._choose_python()
         self._report_training(training, command)
         profile = self._build_profile()
@@ -120,13 +126,13 @@ class _Composer:
         words = ["clustertrain", "submit", *options, "--", *command]
         folders = [*([shlex.quote(self._request.chdir)] if self._request.chdir else []), *self._findings.folders]
         lead = "".join(f"cd {folder} && " for folder in folders)
-        secrets = [f'--env {name}="${name}"' for name in self._findings.secrets]
+        secrets = [f'--env {self._name_in_container(name)}="${name}"' for name in self._findings.secrets]
         line = " ".join(map(self._expansions.quote, ["clustertrain", "submit", *options]))
         tail = " ".join(map(self._expansions.quote, command))
         self._ask_about(words)
         argv = [
             *words[: len(options) + 2],
-            *(f"--env={name}=${name}" for name in self._findings.secrets),
+            *(f"--env={self._name_in_container(name)}=${name}" for name in self._findings.secrets),
             "--",
             *command,
         ]
@@ -151,9 +157,24 @@ class _Composer:
             else:
                 self._findings.set_variable(name, value)
 
+    def _take_container_env(self, container: Container) -> None:
+        """Read the variables that give Apptainer variables and mounts."""
+        env = self._findings.env
+        for name in list(env):
+            if (inside := self._name_in_container(name)) != name:
+                env[inside] = env.pop(name)
+            elif name in ("APPTAINER_BIND", "APPTAINER_BINDPATH", "SINGULARITY_BIND", "SINGULARITY_BINDPATH"):
+                container.mounts += translate_mounts(env.pop(name), name)
+
+    def _name_in_container(self, name: str) -> str:
+        """Return the variable that Apptainer sets from ``name`` in its containers."""
+        return name if self._program.container is None else _APPTAINER_VARIABLE.sub("", name)
+
     def _choose_python(self) -> list[str]:
         """Return the command, with the Python of a virtual environment that the script activates by its path."""
         command, activations = list(self._program.words), self._body.activations
+        if self._program.container is not None:
+            return command
         if not command or not (is_python(command[0]) or command[0] in ("accelerate", "conda", "uv")):
             return command
         if "/" in command[0] or not activations:
@@ -182,13 +203,16 @@ class _Composer:
     def _report_training(self, training: Item, command: list[str]) -> None:
         program, start = self._program, _first_words(training.text)
         self._sorter.add(training, "submit", "the command: " + self._expansions.show(" ".join(command)))
+        container = program.container
+        if container is not None:
+            self._sorter.add(training, "submit", self._expansions.show(" ".join(container.list_options())), start)
         if program.replaced:
             self._sorter.add(training, "replaced", "; ".join(program.replaced), start)
         if training.writes_file or training.after in ("|", "|&"):
             self._sorter.add(training, "replaced", "output: each rank has a log (clustertrain logs)", start)
         if training.reads_file or training.before in ("|", "|&"):
             self._sorter.add(training, "decide", "ranks read nothing from standard input", start)
-        for warning in program.warnings:
+        for warning in [*program.warnings, *(container.warnings if container else ())]:
             self._sorter.add(training, "decide", warning, start)
         self._check_program_file(training, command)
 
@@ -224,6 +248,8 @@ class _Composer:
         options += ["--nodes", str(sizes.nodes), "--gpus", str(sizes.gpus)]
         for name, value in self._request.job.items():
             options += [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+        if self._program.container is not None:
+            options += self._program.container.list_options()
         for text in self._request.sbatch:
             options += ["--sbatch", text]
         return options

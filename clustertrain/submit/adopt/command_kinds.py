@@ -8,8 +8,9 @@ from pathlib import PurePath
 from typing import Literal
 
 from clustertrain.submit.adopt.expansion import MARK
-from clustertrain.submit.adopt.program import SHELLS, WRAPPERS, Program
+from clustertrain.submit.adopt.program import SHELLS, Program
 from clustertrain.submit.command import is_python
+from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, WRAPPERS
 
 CommandKind = Literal[
     "training", "assign", "export", "cd", "set", "print", "monitor", "neutral", "exit", "trap", "requeue", "address",
@@ -45,7 +46,7 @@ def find_kind(program: Program, redirections: Sequence[tuple[str, str]]) -> tupl
         return "print", 0  # without a program it only redirects the script's output
     if name == "scontrol":
         return ("requeue" if "requeue" in words else "address" if "hostnames" in words else "print"), 0
-    kind = _BY_NAME.get(name)
+    kind = _BY_NAME.get(name) if name != "env" or len(words) == 1 else None
     if kind is not None:
         return ("setup" if kind == "print" and writes else kind), 0
     if is_python(name):
@@ -53,7 +54,7 @@ def find_kind(program: Program, redirections: Sequence[tuple[str, str]]) -> tupl
     if name in _TRAINING_LAUNCHERS:
         is_launch = name != "accelerate" or words[1:2] == ["launch"]
         return ("training", 3) if is_launch else ("setup", 0)
-    if name in WRAPPERS:
+    if name in WRAPPERS or name in CONTAINER_RUNTIMES:
         inner = [w for w in words[1:] if PurePath(w).name in _TRAINING_LAUNCHERS or is_python(w) or w.endswith(".py")]
         return ("training", 3 if is_started or PurePath(inner[0]).name == "torchrun" else 2) if inner else ("setup", 0)
     if name in _FILE_TOOLS:

@@ -197,13 +197,17 @@ class ItemReader:
 
     def _read_inner(self, outer: Item, inner: Source, depth: int) -> Iterator[Item]:
         """Iterate over the items of a script inside ``outer``, which is started as ``outer`` is."""
-        started = outer.program
+        started, has_setup = outer.program, False
         for item in self.read(inner, depth + 1):
+            has_setup |= item.kind in ("setup", "set", "export", "assign", "cd")
             if item.kind == "training" and item.program is not None and started is not None:
                 item.program.srun = {**started.srun, **item.program.srun}
                 item.program.launcher = item.program.launcher or started.launcher
                 item.program.replaced = [*started.replaced, *item.program.replaced]
                 item.program.env = [*started.env, *item.program.env]
+                item.program.container = item.program.container or started.container
+                if started.container is not None and has_setup:
+                    item.program.warnings.append("the commands before it run on the node, outside the image")
                 item.certainty = max(item.certainty, 3 if started.launcher else 0)
             item.before, item.after = item.before or outer.before, item.after or outer.after
             yield item

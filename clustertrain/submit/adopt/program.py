@@ -8,18 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from clustertrain.errors import UsageError
+from clustertrain.submit.adopt.containers import APPTAINER, Container, parse_apptainer, refuse_runtime, take_option
 from clustertrain.submit.adopt.expansion import MARK
 from clustertrain.submit.adopt.slurm_options import SRUN, GivenOption, parse_options
 from clustertrain.submit.command import is_python
-from clustertrain.submit.launchers import parse_torchrun, split_launcher
+from clustertrain.submit.launchers import (
+    ACCELERATE_SETTINGS,
+    find_hidden_launcher,
+    is_program,
+    name_launcher,
+    parse_torchrun,
+    refuse_wrapped_accelerate,
+    split_launcher,
+    starts_with_launcher,
+)
+from clustertrain.submit.mpi_launch import MPI, parse_mpi
+from clustertrain.submit.wrappers import (
+    CONTAINER_RUNTIMES,
+    MODULE_OPTIONS,
+    WRAPPERS,
+    find_hidden_commands,
+    find_program,
+)
 
 SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
-MPI = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "orterun"})
-# Programs that run another one, whose command line follows theirs.
-WRAPPERS = frozenset({
-    "apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "ncu", "nsys", "numactl", "pdm", "pixi", "poetry",
-    "rye", "shifter", "singularity", "uv",
-})  # fmt: skip
+_ISOLATED = frozenset({"docker", "nerdctl", "podman"})  # their containers have no variable that they are not given
 _WITHOUT_EFFECT = frozenset({"command", "exec", "nohup", "time"})
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _DEEPSPEED_VALUED = frozenset({
@@ -36,13 +49,6 @@ _ACCELERATE_OWN = frozenset({
     "monitor-interval", "deepspeed-hostfile", "log-dir", "tee", "role",
 })  # fmt: skip
 _ACCELERATE_FLAGS = frozenset({"same-network"})
-_MPI_SIZES = {"npernode": "ranks", "ppn": "ranks", "perhost": "ranks", "N": "ranks", "np": "total", "n": "total"}
-_MPI_VALUES = {
-    "hostfile": 1, "machinefile": 1, "f": 1, "H": 1, "host": 1, "hosts": 1, "bind-to": 1, "map-by": 1, "rank-by": 1,
-    "mca": 2, "genv": 2, "env": 2, "x": 1, "wdir": 1, "wd": 1, "launcher": 1, "bootstrap": 1, "prtemca": 2,
-    "oversubscribe": 0, "allow-run-as-root": 0, "report-bindings": 0, "tag-output": 0, "genvall": 0, "l": 0, "v": 0,
-    "q": 0,
-}  # fmt: skip
 
 
 @dataclass
@@ -65,6 +71,8 @@ class Program:
     """What clustertrain does itself, in words."""
     warnings: list[str] = field(default_factory=list)
     """What may differ for the program."""
+    container: Container | None = None
+    """The container in which the program runs."""
 
     @property
     def name(self) -> str:
@@ -95,6 +103,9 @@ def peel(words: Sequence[str]) -> Program:
             _peel_srun(program, rest)
         elif name in MPI:
             _peel_mpi(program, rest)
+        elif name in APPTAINER:
+            if not _peel_apptainer(program):
+                break
         else:
             break
     return program
@@ -117,44 +128,44 @@ def _peel_simple(program: Program, rest: list[str]) -> bool:
 
 def _peel_srun(program: Program, rest: list[str]) -> None:
     given, program.words = parse_options(rest, SRUN)
+    container = Container()
     for option in given:
-        if option.name.startswith("container"):
-            raise UsageError(
-                f"srun --{option.name}: runs the program in a container, which clustertrain does not start",
-                fix="name a command that starts the container, such as apptainer exec IMAGE python train.py",
-            )
+        if "container" in option.name:
+            take_option(container, option.name, option.value, f"srun --{option.name}")
         if option.name in ("multi-prog", "het-group"):
             raise UsageError(f"srun --{option.name}: several programs in one job", fix="submit a run for each")
         if option.name == "export":
             program.env += [pair for pair in option.value.split(",") if _ASSIGNMENT.fullmatch(pair)]
+    if container.list_options():
+        program.container = container
     program.srun = {**program.srun, **{option.name: option for option in given}}
     program.launcher = "srun"
     dropped = " ".join(option.text for option in given)
     program.replaced.append("srun" + (f" with {dropped}" if dropped else ""))
 
 
+def _peel_apptainer(program: Program) -> bool:
+    """Remove ``apptainer exec``; return False if it has to stay."""
+    try:
+        parsed = parse_apptainer(program.words)
+    except UsageError:
+        return False  # refused if it turns out to be the training command
+    if parsed is None:
+        return False
+    program.replaced.append(f"{program.name}: clustertrain starts the container")
+    program.container, program.words = parsed
+    program.env += program.container.env
+    return True
+
+
 def _peel_mpi(program: Program, rest: list[str]) -> None:
-    launcher, start = program.name, len(rest)
-    while rest and rest[0].startswith("-") and len(rest[0]) > 1:
-        word = rest.pop(0)
-        name, has_value, value = word.lstrip("-").partition("=")
-        count = 1 if name in _MPI_SIZES else _MPI_VALUES.get(name)
-        if count is None:
-            raise UsageError(
-                f"{launcher} {word}: an option that clustertrain does not know",
-                fix=f"remove it, or name the program without {launcher}",
-            )
-        values = [value] if has_value else [rest.pop(0) for _ in range(min(count, len(rest)))]
-        if name in ("x", "genv", "env") and values:
-            text = values[0] if name == "x" else "=".join(values)
-            program.env += [text] if _ASSIGNMENT.fullmatch(text) else []
-        elif name in _MPI_SIZES and values and values[0].isdecimal():
-            if _MPI_SIZES[name] == "ranks":
-                program.ranks_per_node = int(values[0])
-            else:
-                program.total = int(values[0])
-    program.replaced.append(f"{launcher} with {start - len(rest)} words of options" if start > len(rest) else launcher)
-    program.launcher, program.words = "mpirun", rest
+    name, launch = program.name, parse_mpi(program.name, rest)
+    count = len(rest) - len(launch.program)
+    program.ranks_per_node = launch.ranks_per_node or program.ranks_per_node
+    program.total = launch.total or program.total
+    program.env += launch.env
+    program.replaced.append(f"{name} with {count} words of options" if count else name)
+    program.launcher, program.words = "mpirun", launch.program
     program.warnings.append("ranks get RANK, LOCAL_RANK and WORLD_SIZE, and not the variables of MPI")
 
 
@@ -172,16 +183,19 @@ def read_launcher(program: Program, *, is_wrapped: bool = False) -> None:
     if not program.words:
         return
     name, arguments = split_launcher(program.words)
-    if name == "accelerate" and arguments[:1] == ["launch"]:
-        name, arguments = "accelerate launch", arguments[1:]
     if name == "accelerate launch":
+        if program.container is not None:
+            raise UsageError(
+                "accelerate launch in a container: its options are read with accelerate, which is in the image",
+                fix=ACCELERATE_SETTINGS,
+            )
         head = program.words[: len(program.words) - len(arguments)]
         program.words = [*head, *_read_accelerate(program, arguments)]
     elif name == "torchrun":
         program.words = _read_torchrun(program, arguments, is_wrapped)
     elif name == "deepspeed":
         program.words = _read_deepspeed(program, arguments, is_wrapped)
-    elif name in WRAPPERS:
+    elif name in WRAPPERS or name in CONTAINER_RUNTIMES:
         _read_wrapped(program)
 
 
@@ -267,22 +281,41 @@ def _read_accelerate(program: Program, arguments: list[str]) -> list[str]:
 
 
 def _read_wrapped(program: Program) -> None:
-    """Replace torchrun or deepspeed behind a wrapper such as ``uv run``."""
+    """Replace torchrun or deepspeed behind a wrapper such as ``uv run``.
+
+    Raises:
+        UsageError: accelerate, or a container that is not translated.
+    """
     words = program.words
-    is_launcher = [PurePath(word).name in ("torchrun", "deepspeed", "accelerate") or is_python(word) for word in words]
-    index = is_launcher.index(True) if True in is_launcher else len(words)
-    inner = Program(words[index:])
+    if program.name in CONTAINER_RUNTIMES:
+        _check_runtime(words)
+        return
+    index = find_program(words, starts_with_launcher).index
+    if index == 0 or MARK.search(words[index]):  # variables stand before it: what they hold is not known
+        names = [bool(name_launcher([word])) or word == "accelerate" or is_python(word) for word in words]
+        index = names.index(True) if True in names else len(words)
+    is_module = index < len(words) and words[index] in MODULE_OPTIONS
+    inner = Program(["python", "-m", *words[index + 1 :]] if is_module else words[index:])
     read_launcher(inner, is_wrapped=True)
     if inner.launcher == "accelerate launch":
-        raise UsageError(
-            f"accelerate launch behind {program.name}: its configuration cannot be read from here",
-            fix="activate the environment of accelerate, and start accelerate launch without it",
-        )
+        raise refuse_wrapped_accelerate(program.name)
+    if not inner.launcher:
+        return
     program.words = [*words[:index], *inner.words]
-    program.launcher = inner.launcher or program.launcher
+    program.launcher = inner.launcher
     program.nodes, program.ranks_per_node = inner.nodes, inner.ranks_per_node
     program.replaced += inner.replaced
     program.warnings += inner.warnings
+
+
+def _check_runtime(words: list[str]) -> None:
+    """Refuse a container runtime whose containers would not get the variables of the ranks, or start a launcher."""
+    name = PurePath(words[0]).name
+    if name in APPTAINER:
+        parse_apptainer(words)  # says which option is in the way
+    inner = next(iter(find_hidden_commands(words, is_program)), [])
+    if name in _ISOLATED or find_hidden_launcher(words):
+        raise refuse_runtime(name, inner)
 
 
 def _check_program(launcher: str, rest: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from clustertrain.config.command_options import STOP_SIGNALS
 from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import UsageError
+from clustertrain.submit.adopt.containers import Container, take_option
 from clustertrain.submit.adopt.directives import Directive
 from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind
 
@@ -41,8 +42,6 @@ _DROPPED = {
 }  # fmt: skip
 _REFUSED = {
     "gpus-per-socket": "clustertrain requests GPUs per node: use --gpus-per-node",
-    "container": "clustertrain does not start containers: name a command that does, such as apptainer exec",
-    "container-id": "clustertrain does not start containers: name a command that does, such as apptainer exec",
     "wrap": "it has no effect in a script",
     "tres-per-task": "clustertrain requests GPUs per node: use --gpus-per-node",
 }
@@ -65,6 +64,7 @@ class Request:
     given: dict[str, Directive] = field(default_factory=dict)
     """The directive of each size."""
     chdir: str = ""
+    container: Container = field(default_factory=Container)
 
     def slurm_variables(self) -> dict[str, str]:
         """Return the variables of the batch script that follow from the directives."""
@@ -121,6 +121,11 @@ class _Reader:
         special = getattr(self, f"_read_{name.replace('-', '_')}") if name in _SPECIAL else None
         if name in _REFUSED:
             raise self._error(directive, "cannot be honored", _REFUSED[name])
+        if name.removeprefix("no-").startswith("container"):
+            place = f"{self._name}, line {directive.line}: {directive.option.text}"
+            take_option(request.container, name, value, place)
+            self._add(directive, "submit", "--container")
+            return
         if name in _SIZES:
             self._read_size(directive)
         elif special is not None:

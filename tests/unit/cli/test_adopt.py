@@ -57,7 +57,7 @@ JOBS: dict[str, dict[str, str]] = {
 COMMANDS = {
     "accelerate": "accelerate launch --num_machines 2 --mixed_precision bf16 train.py --mixed_precision bf16"
     " --output_dir out",
-    "apptainer": "apptainer exec --nv --bind /data:/data /images/torch.sif python train.py --x 1",
+    "apptainer": "python train.py --x 1",
     "array": "python train.py --seed '$SLURM_ARRAY_TASK_ID' --out runs/'$SLURM_ARRAY_TASK_ID'",
     "bash_c": 'python "$PWD"/train.py --bf16',
     "chain": "python train.py --resume auto",
@@ -86,6 +86,8 @@ def run_cli(
     for folder in (work, work / "package", work / "project"):
         folder.mkdir(parents=True)
         (folder / "train.py").write_text("import os\n")
+    (work / "data").mkdir()
+    (work / "torch.sif").write_bytes(b"#!/usr/bin/env run-singularity\n".ljust(32, b"\0") + b"SIF_MAGIC\0")
     (work / "procid.py").write_text("import os\nrank = int(os.environ['SLURM_PROCID'])\n")
     apptainer = tmp_path / "bin" / "apptainer"
     apptainer.parent.mkdir()

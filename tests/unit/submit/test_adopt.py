@@ -63,6 +63,10 @@ def test_directives_become_options(directives: str, expected: str) -> None:
         ("/env/bin/torchrun --nproc-per-node=4 --nnodes=2 -m package.train", "/env/bin/python -m package.train"),
         ("python -m torch.distributed.run --nproc_per_node 4 train.py a", "python train.py a"),
         ("srun uv run torchrun --nproc-per-node 4 train.py", "uv run python train.py"),
+        ("srun uv run -m torch.distributed.run --nproc-per-node 4 train.py", "uv run python train.py"),
+        ("srun numactl -l uv run --with torchrun python train.py", "numactl -l uv run --with torchrun python train.py"),
+        ("srun env -u OMP_NUM_THREADS torchrun train.py", "env -u OMP_NUM_THREADS python train.py"),
+        ("srun ch-run img -- python train.py", "ch-run img -- python train.py"),
         ("srun bash run.sh --x", "bash run.sh --x"),
         ("srun ./a.out", "./a.out"),
         ("./run.sh 1 2", "./run.sh 1 2"),
@@ -82,6 +86,53 @@ def test_directives_become_options(directives: str, expected: str) -> None:
 )  # fmt: skip
 def test_training_command_is_found(text: str, expected: str) -> None:
     assert command(f"{GPUS}{text}\n") == expected
+
+
+CONTAINERS = {
+    "srun --container-image=nvcr.io#nvidia/pytorch:25.01 --container-mounts=/a:/b:ro,/c --no-container-mount-home "
+    "torchrun train.py": "--container docker://nvcr.io/nvidia/pytorch:25.01 --container-mount /a:/b:ro "
+    "--container-mount /c -- python train.py",
+    "srun --container-image ubuntu:24.04 --container-mount-home python train.py":
+        "--container docker://ubuntu:24.04 --container-mount '~' -- python train.py",
+    "srun --container-image docker://host:5000/a/b --container-mounts $SCRATCH:/data python train.py":
+        '--container docker://host:5000/a/b --container-mount "$SCRATCH":/data -- python train.py',
+    "I=/img/t.sqsh\nsrun --container-image=$I --container-workdir=/w python train.py":
+        "--container /img/t.sqsh -- python train.py",
+    "srun --container=/bundle python train.py": "--container /bundle -- python train.py",
+    "#SBATCH --container-image=./t.sqsh --container-mounts=/a\nsrun --container-mounts=/b python train.py":
+        "--container ./t.sqsh --container-mount /a --container-mount /b -- python train.py",
+    "#SBATCH --container=/b\nsrun python train.py": "--container /b -- python train.py",
+    "srun apptainer exec --nv --bind /data img.sif torchrun --nproc-per-node 4 train.py":
+        "--container img.sif --container-mount /data -- python train.py",
+    "singularity -q exec -B/a:/b:ro,/c --env A=1 docker://x/y bash -c 'torchrun train.py --x'":
+        "--container docker://x/y --container-mount /a:/b:ro --container-mount /c -- python train.py --x",
+    "srun apptainer run img python train.py": "--container img -- python train.py",
+    "export APPTAINER_BIND=/a,/b:/c\napptainer exec img python train.py":
+        "--container img --container-mount /a --container-mount /b:/c -- python train.py",
+    "export SINGULARITYENV_B_TOKEN=x\nsingularity exec img python train.py":
+        '--container img --env B_TOKEN="$SINGULARITYENV_B_TOKEN" -- python train.py',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CONTAINERS)
+def test_container_of_the_program_is_the_run_s(text: str) -> None:
+    submit = read(f"{GPUS}{text}\n").submit
+    assert submit.partition("--gpus 4 ")[2] == CONTAINERS[text]
+
+
+def test_what_differs_in_a_container_is_left_to_the_user() -> None:
+    for text, detail in {
+        "srun --container-image=/i --container-workdir=/w python t.py": "call submit in /w",
+        "srun --container-image=me@host#a python t.py": "logs in to the registry with its own settings",
+        "srun --container-image=$IMAGE python t.py": "needs docker:// before its name",
+        "apptainer run img python t.py": "%runscript",
+        "apptainer exec img bash -c 'pip install .; python t.py'": "the commands before it run on the node",
+    }.items():
+        assert any(detail in question.detail for question in read(f"{GPUS}{text}\n").questions), text
+    profile = read(f"{GPUS}export APPTAINERENV_X=1\nsrun apptainer exec --env A=1 img python t.py\n").profile
+    assert profile["env"] == {"X": "1", "A": "1"}
+    unused = f"{GPUS}apptainer exec --overlay o img ls\nsrun python t.py\n"  # the set-up may do what submit cannot
+    assert read(unused).profile["setup"] == ["apptainer exec --overlay o img ls"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +169,15 @@ def test_set_up_keeps_its_order(text: str, setup: list[str], env: dict[str, str]
         ("for i in 1 2; do\n  srun python a.py\ndone", "line 4: the training command is inside the block `for`"),
         ("if true; then srun python a.py; fi", "line 3: the training command is inside the block `if`"),
         ("run() {\n  torchrun a.py\n}\nrun", "line 4: the training command is inside the block `function run`"),
-        ("srun --container-image=x python a.py", "line 3: srun --container-image: runs the program in a container"),
+        ("srun --container-image=x --container-name=y python a.py", "line 3: srun --container-name: cannot be honored"),
+        ("srun --container-image=x --container-mounts=/a:/b:x=d python a.py", "--container-mounts: '/a:/b:x=d'"),
+        ("srun --container-image=dockerd://x python a.py", "dockerd:// is a store of one machine"),
+        ("srun apptainer exec --overlay o img python a.py", "line 3: apptainer --overlay: cannot be honored"),
+        ("srun singularity exec library://a/b python a.py", "not an image that submit takes"),
+        ("srun podman run --rm -v /a:/a img torchrun a.py --x", "line 3: podman: its command line is not translated"),
+        ("docker run --gpus all img python a.py", "line 3: docker: its command line is not translated"),
+        ("srun ch-run img -- torchrun a.py", "line 3: ch-run: its command line is not translated"),
+        ("srun apptainer exec img.sif accelerate launch a.py", "line 3: accelerate launch in a container"),
         ("srun --frobnicate x python a.py", "line 3: srun --frobnicate: an option that clustertrain does not know"),
         ("srun --multi-prog x.conf", "line 3: srun --multi-prog: several programs"),
         ("torchrun --nproc-per-node 4 --virtual-local-rank a.py", "line 3: torchrun --virtual-local-rank"),
@@ -150,7 +209,7 @@ def test_what_cannot_be_translated_is_refused(text: str, message: str) -> None:
         ("--job-name='x", "a quote is not closed"),
         ("job.sh", "'job.sh' is not an option"),
         ("hetjob", "a heterogeneous job"),
-        ("--container=/bundle", "does not start containers"),
+        ("--container-id=7", "--container-id=7: cannot be honored"),
         ("--signal=@@", "not in a format that sbatch accepts"),
     ],
 )

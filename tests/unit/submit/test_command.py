@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,80 @@ def test_torchrun_is_replaced(command: tuple[str, ...]) -> None:
     assert "torchrun is replaced" in translation.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        (("mpirun", "-np", "8", "x"), "srun --ntasks-per-node=1 clustertrain wrap -- x (ranks get RANK"),
+        (("bash", "-c", "torchrun x.py"), "put the other commands into the batch script"),
+        (("apptainer", "exec", "i", "torchrun", "x.py"), "leave torchrun out: name the program after apptainer"),
+        (("A=1", "python", "x.py"), "write env A=1 before the program"),
+    ],
+)
+def test_fix_in_a_batch_script_is_one_of_wrap(command: tuple[str, ...], fix: str) -> None:
+    asked = replace(request(*command), wrapped=True)
+    with pytest.raises(UsageError) as e:
+        build_script_spec(replace_launcher(asked).request)
+    assert fix in str(e.value.fix)
+
+
+WRAPPED = {
+    "env FOO=1 torchrun train.py": "env FOO=1 python train.py",
+    "env -u A -C /x B=1 torchrun train.py": "env -u A -C /x B=1 python train.py",
+    "nice -n 5 uv run --with torch -p 3.12 torchrun train.py": "nice -n 5 uv run --with torch -p 3.12 python train.py",
+    "uv --project p run -- torchrun -m pkg.train": "uv --project p run -- python -m pkg.train",
+    "uv run -m torch.distributed.run train.py": "uv run python train.py",
+    "uv run --new-option value torchrun train.py": "uv run --new-option value python train.py",
+    "conda run -n x --live-stream torchrun train.py": "conda run -n x --live-stream python train.py",
+    "conda run -n x /env/bin/torchrun train.py": "conda run -n x /env/bin/python train.py",
+    "timeout -k 5 1h taskset -c 0-3 torchrun train.py": "timeout -k 5 1h taskset -c 0-3 python train.py",
+    "nsys profile -o out --trace=cuda torchrun train.py": "nsys profile -o out --trace=cuda python train.py",
+}
+
+
+@pytest.mark.parametrize("command", WRAPPED)
+def test_torchrun_behind_a_wrapper_is_replaced(command: str) -> None:
+    translation = replace_launcher(request(*command.split(), "--x"))
+    assert " ".join(translation.request.command) == f"{WRAPPED[command]} --x"
+    assert "torchrun is replaced" in translation.notes[0]
+
+
+def test_launcher_behind_a_wrapper_has_sizes_and_passes_the_local_rank() -> None:
+    translated = replace_launcher(request("uv", "run", "deepspeed", "--num_gpus", "4", "train.py")).request
+    assert translated.command == ("uv", "run", "python", "-u", "train.py", "--local_rank")
+    assert (translated.job, translated.local_rank_index) == ({"gpus": 4}, 5)
+    old = replace_launcher(request("nice", "python", "-m", "torch.distributed.launch", "train.py")).request
+    assert (old.command[old.local_rank_index or 0], old.command[:3]) == ("--local-rank", ("nice", "python", "train.py"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py -m torch.distributed.run",
+        "trl sft --x",
+        "uv run train.py torchrun",
+        "uv run --with torchrun python train.py torchrun x.py",
+        "env A=torchrun python train.py",
+        "nice python compare.py torchrun accelerate launch",
+        "uv sync torchrun",
+        "apptainer exec --bind torchrun i.sif python train.py torchrun",
+        "podman run --name torchrun i python train.py torchrun",
+        "uv",
+        "uv run",
+        "timeout",
+        "bash run.sh torchrun",
+        "bash -c",
+    ],
+)
+def test_word_of_a_harmless_command_is_no_launcher(command: str) -> None:
+    words = tuple(command.split())
+    assert replace_launcher(request(*words)).request.command == words
+
+
 def test_other_commands_are_unchanged() -> None:
-    for command in (("python", "train.py", "-m", "torch.distributed.run"), ("trl", "sft", "--x")):
+    for command in (
+        ("bash", "-c", "python train.py torchrun; echo torchrun 'torchrun x.py'"),
+        ("bash", "-c", "echo 'not closed"),
+    ):
         translation = replace_launcher(request(*command))
         assert (translation.request.command, translation.notes) == (command, ())
 
@@ -61,7 +134,22 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
         (("torchrun", "--elastic", "x.py"), "not an option of torchrun"),
         (("torchrun", "--nnodes"), "the value is missing"),
         (("torchrun", "--nnodes=1"), "no program after its options"),
-        (("mpirun", "-n", "4", "x"), "a launcher that clustertrain replaces"),
+        (("mpirun", "-n", "4", "x"), "mpirun: not translated.*--gpus 4 -- x .*not OMPI"),
+        (("env", "A=1", "mpirun", "-np", "8", "-N", "4", "x"), "--nodes 2 --gpus 4 -- x"),
+        (("mpiexec", "--bogus", "x"), "--gpus N -- PROGRAM"),
+        (("horovodrun", "-np", "4", "python", "x.py"), "horovodrun: not translated"),
+        (("srun", "-n", "4", "x"), "srun: not translated"),
+        (("uv", "run", "accelerate", "launch", "x.py"), "accelerate launch behind uv: .* without uv"),
+        (("env", "A=1", "accelerate-launch", "x.py"), "accelerate launch behind env: .*export the variables"),
+        (("bash", "-c", "torchrun x.py"), "torchrun inside bash: .*name torchrun itself"),
+        (("sh", "-ec", "cd /a && A=1 exec nice\\\n uv run torchrun x.py"), "torchrun inside sh"),
+        (("bash", "-c", "if a; then\npython -m torch.distributed.run x.py; fi"), "torchrun inside bash"),
+        (("uv", "run", "bash", "-lc", "(accelerate launch x.py)"), "accelerate launch inside bash"),
+        (("apptainer", "exec", "--nv", "i.sif", "torchrun", "x.py"), "torchrun inside apptainer: .*--container IMAGE"),
+        (("podman", "run", "-v", "/a:/a", "i", "bash", "-c", "torchrun x.py"), "torchrun inside podman"),
+        (("docker", "run", "i", "mpirun", "x"), "mpirun inside docker: .*the program without docker and mpirun"),
+        (("shifter", "i", "accelerate", "launch", "x"), "accelerate launch inside shifter: .*ACCELERATE_USE_FSDP"),
+        (("ch-run", "i", "--", "deepspeed", "x.py"), "deepspeed inside ch-run"),
         (("deepspeed", "--include", "a:0,1", "x.py"), "deepspeed --include: cannot be honored"),
         (("deepspeed", "-e", "a:0", "x.py"), "deepspeed --exclude: cannot be honored"),
         (("deepspeed", "--bind_cores_to_rank", "x.py"), "--bind_cores_to_rank: cannot be honored"),
@@ -73,8 +161,38 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
     ],
 )
 def test_what_cannot_be_honored_is_refused_by_name(command: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         replace_launcher(request(*command, gpus=2))
+
+
+def test_gpus_of_torchrun_are_the_profile_s(tmp_path: Path) -> None:
+    (tmp_path / "clustertrain" / "clusters").mkdir(parents=True)
+    (tmp_path / "clustertrain" / "clusters" / "site.toml").write_text("gpus_per_node = 8\n")
+    command = ("torchrun", "--nproc-per-node", "gpu", "train.py")
+
+    def translate(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+        translation = replace_launcher(SubmitRequest(command=command, cwd=tmp_path, environ=environ, **fields))
+        return dict(translation.request.job), translation.notes
+
+    job, notes = translate(job={"cluster": "site"})
+    assert job["gpus"] == 8 and any("8, the GPUs per node of the cluster profile" in note for note in notes)
+    assert translate(job={"cluster": "site", "gpus": 2})[0]["gpus"] == 2
+    assert translate(assignments=("job.gpus=2",))[0] == {}
+    assert translate(wrapped=True)[0] == {}
+    with pytest.raises(UsageError, match=r"torchrun --nproc-per-node gpu: the number of GPUs.*\n.*give --gpus N"):
+        translate()
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node gpu: not a number of ranks on CPUs"):
+        translate(job={"cluster": "site", "device": "cpu"})
+
+
+def test_python_without_accelerate_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without the packages of its environment
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match=f"accelerate launch: {python} has no accelerate") as e:
+        replace_launcher(request(str(tmp_path / "accelerate"), "launch", "train.py", cwd=tmp_path))
+    assert "activate the one that has it" in str(e.value.fix)
 
 
 DEEPSPEED = {
@@ -120,10 +238,15 @@ def test_hosts_and_environment_of_deepspeed_are_the_job_s(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").touch()
     (tmp_path / "run.sh").write_text("#!/bin/bash\n")
     (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pyvenv.cfg").touch()  # an environment that has uv
+    (tmp_path / "bin" / "uv").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     (tmp_path / "pkg" / "sub").mkdir(parents=True)
     (tmp_path / "pkg" / "sub" / "main.py").touch()
     return tmp_path
@@ -139,6 +262,15 @@ def folder(tmp_path: Path) -> Path:
         ((sys.executable, "-m", "pkg.sub.main"), "pkg", None),
         ((sys.executable, "-m", "json.tool"), "", None),
         ((sys.executable, "-c", "print()"), "", None),
+        (("env", "A=1", sys.executable, "-u", "train.py"), "train.py", 4),
+        (("nice", "-n", "1", "bash", "run.sh"), "run.sh", 4),
+        (("nice", "./run.sh"), "run.sh", 1),
+        (("uv", "run", "--with", "x", "train.py", "a"), "train.py", 4),
+        (("uv", "run", "-m", "pkg.sub.main"), "pkg", None),
+        (("uv", "run", "python", "-m", "of_its_environment"), "", None),
+        (("uv", "run", "--directory", "pkg", "train.py"), "", None),
+        (("uv", "run", "trl", "train.py"), "", None),
+        (("nice", "train.py"), "", None),
         (("cat", "train.py"), "", None),
     ],
 )
@@ -155,6 +287,11 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
         (("nosuchprogram", "x"), "nosuchprogram: command not found"),
         ((sys.executable, "missing.py"), "missing.py: no such file"),
         ((sys.executable, "pkg"), "pkg: it is a folder"),
+        (("uv", "run", "nope.py"), "nope.py: no such file"),
+        (("env", "A=1", "python", "nope.py"), "nope.py: no such file"),
+        (("train.py",), "not a command in PATH.*\\./train.py, or python train.py"),
+        (("A=" + "1" * 300, "python", "train.py"), "a variable, not a program"),
+        (("A=1", "python", "train.py"), "a variable, not a program.*--env A=1"),
         ((sys.executable, "-m", "nosuchmodule.x"), "has no module nosuchmodule"),
         ((sys.executable, "-m", "json.nope"), "has no module json.nope"),
         ((sys.executable, "-m", "pkg.sub.nope"), "no such module in"),
@@ -165,5 +302,5 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
     ],
 )
 def test_missing_programs_are_refused(folder: Path, command: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         build_script_spec(request(*command, cwd=folder))

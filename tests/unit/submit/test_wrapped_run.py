@@ -76,8 +76,9 @@ def test_run_is_created_with_the_sizes_of_the_step_and_found_after_the_requeue(
     again = open_wrapped_run(asked, replace(TASK, restart=1, step="0-9"), backend)
     assert (again.run, again.is_complete) == (first.run, False)
     end_attempt(first.run, 2, "completed")
-    other = open_wrapped_run(request(tmp_path), replace(TASK, restart=1, step="1-9"), backend)
-    assert other.run != first.run
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "gpu")  # those of the step
+    other = open_wrapped_run(request(tmp_path, *launcher, "train.py"), replace(TASK, restart=1, step="1-9"), backend)
+    assert other.run != first.run and load_spec(other.run).job.gpus == 4
     assert open_wrapped_run(asked, replace(TASK, restart=2), backend).is_complete
     # The job id of another job, before Slurm's database was erased.
     fake_slurm.answers("squeue", stdout="17|RUNNING|0|4000000000|4000009999|N/A|n[1-2]|None|\n")
@@ -134,7 +135,7 @@ def test_ranks_per_node(
 ) -> None:
     from clustertrain.submit.launchers import replace_launcher
 
-    asked = replace_launcher(request(tmp_path, *command, "train.py", **options)).request
+    asked = replace_launcher(replace(request(tmp_path, *command, "train.py", **options), wrapped=True)).request
     completed = complete_request(replace(asked, environ={"SLURM_CPUS_ON_NODE": "33"}), task, JobFacts())
     assert (completed.job["nodes"], completed.job["gpus"]) == (2, ranks)
     assert completed.job.get("cpus_per_gpu") == (4 if task.tasks_per_node == 8 else None)
