@@ -37,6 +37,11 @@ class Job:
         lines = log.read_text().splitlines() if log.exists() else []
         return [int(line.split()[1]) for line in lines if line.startswith("STEP ")]
 
+    def read_output(self) -> str:
+        """Return what the script has printed, after its last line."""
+        clock.wait_until(lambda: "\nafter " in self.output.read_text(), 60.0, 0.5)
+        return self.output.read_text()
+
     def wait_for_steps(self, attempt: int, ranks: int, steps: int = 1) -> None:
         self.run.wait_for(
             lambda _: all(len(self.read_steps(attempt, rank)) >= steps for rank in range(ranks)),
@@ -84,7 +89,7 @@ def test_preempted_job_is_requeued_and_completes(
     assert stopped[0] == stopped[1] == job.read_steps(2, 0)[0] - 1 == job.read_steps(2, 1)[0] - 1
     assert {attempt["job_id"] for attempt in status["attempts"]} == {job.run.job_id}
     # Rank 0's output is in the job's own output. The script was killed at the requeue, and went on at the end.
-    lines = job.output.read_text().splitlines()
+    lines = job.read_output().splitlines()
     assert sum(line.startswith("STEP ") for line in lines) == 600
     assert [line for line in lines if line.startswith(("before", "after"))] == ["before 0", "before 1", "after 0"]
     report = json.loads(job.run.call("telemetry", job.run.job_id, "--json").stdout)
@@ -103,7 +108,7 @@ def test_several_tasks_per_node_are_the_ranks_and_stop_at_the_time_limit(sbatch:
     assert first.ending == "time_limit", job.run.explain()
     assert {job.read_steps(1, rank)[-1] for rank in range(4)} == {first.committed_step}
     assert {job.read_steps(2, rank)[0] for rank in range(4)} == {first.committed_step + 1}
-    lines = job.output.read_text().splitlines()
+    lines = job.read_output().splitlines()
     assert lines.count("refused 2") == 2
     assert any("SLURMD_TRES_BIND=gpu:per_task:1" in line for line in lines)
     job.run.call("cancel", job.run.id)
