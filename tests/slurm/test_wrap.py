@@ -123,7 +123,7 @@ def test_job_without_requeue_says_so_and_ends(sbatch: Callable[..., Job], preemp
     preempt(job.run)
     status = job.run.wait_until_final()
     assert status["state"] == "failed"
-    text = job.output.read_text()
+    text = job.read_output()
     assert "the run will not be requeued: the job was submitted with --no-requeue" in text
     assert text.endswith("after 93\n"), text
     assert job.run.endings() == ["preempted"]
