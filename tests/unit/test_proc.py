@@ -10,13 +10,20 @@ from tests.paths import ROOT
 
 
 def _starts_module(tree: ast.AST) -> bool:
-    """Return whether a list in the source has ``-m`` after another argument, as in ``[python, "-m", module]``."""
+    """Return whether a list in the source has ``-m`` after another argument, as in ``[python, "-m", module]``.
+
+    After the word "python" it is a command that a user has typed, which starts as typed.
+    """
     return any(
         isinstance(element, ast.Constant) and element.value == "-m"
         for node in ast.walk(tree)
-        if isinstance(node, ast.List | ast.Tuple)
+        if isinstance(node, ast.List | ast.Tuple) and not _is_word_python(node.elts[:1])
         for element in node.elts[1:]
     )
+
+
+def _is_word_python(elements: list[ast.expr]) -> bool:
+    return any(isinstance(element, ast.Constant) and element.value == "python" for element in elements)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,7 @@ def _starts_module(tree: ast.AST) -> bool:
         ('(sys.executable, "-P", "-m", module)', True),
         ('[*python, *(["-m"] if is_module else []), program]', False),
         ('argument in ("-m", "--")', False),
+        ('["python", "-m", *words]', False),
     ],
 )
 def test_lists_that_start_modules_are_recognized(source: str, starts: bool) -> None:
