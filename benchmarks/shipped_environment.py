@@ -33,7 +33,7 @@ from clustertrain.submit.shipping.archive import pack
 from clustertrain.submit.shipping.environment import find_environment
 
 DELAY_MS = 5.0
-MEMORY = Path("/dev/shm")  # to tell the time of unpacking from that of the disk
+MEMORY = Path("/dev/shm")  # separates the cost of unpacking from that of the disk
 GOAL = Goal(0.2, "at most")
 _PROGRAM = ["-c", "import torch"]
 _COMPILE = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2)"  # some tests are no valid Python

@@ -280,7 +280,7 @@ def _list_orphans(pid: int) -> list[psutil.Process]:
 
 
 def _list_all(pid: int) -> list[psutil.Process]:
-    """Return all other processes of the rank ``pid``: descendants, and those of its session without their parent."""
+    """Return all other processes of the rank ``pid``: its descendants, and orphans in its session."""
     import psutil
 
     processes: dict[int, psutil.Process] = {}

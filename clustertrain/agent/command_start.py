@@ -1,4 +1,4 @@
-"""What the ranks of a command execute: its arguments, and its environment beyond that of all ranks."""
+"""What the ranks of a command execute: its arguments, and the variables that only commands get."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class CommandStop:
             self._witness = SignalWitness()
 
     def poll(self, ranks: CommandRanks, *, is_own_script: bool) -> None:
-        """Advance the agreement; if there is none, send the stop signal, unless the scheduler has sent it.
+        """Advance the agreement. If the ranks cannot agree, send the stop signal, unless the scheduler already has.
 
         Args:
             is_own_script: the batch script is the user's own.

@@ -96,6 +96,7 @@ def read_deepspeed(
     if launch.hostfile:
         # As in deepspeed, --num_nodes and --num_gpus choose from the hosts and slots of the file.
         launch.sizes = {**_read_sizes(request.cwd / launch.hostfile), **launch.sizes}
+    launch.sizes.setdefault("nproc-per-node", "gpu")  # deepspeed's default: all GPUs of the node
     start = [] if "no_python" in launch.flags else [python, "-u", *(["-m"] if "module" in launch.flags else [])]
     command, index = [*start, *launch.program], None
     if "no_local_rank" not in launch.flags:
