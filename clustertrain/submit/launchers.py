@@ -315,8 +315,10 @@ def _merge_sizes(
         if text.isdecimal():
             number = int(text)
         elif key == "gpus" and "gpus" not in merged and not request.wrapped and not _is_assigned(request, "job.gpus"):
-            number = _find_gpus_per_node(request, f"{launcher} --{option} {text}")
-            notes = (f"--{option} {text}: {number}, the GPUs per node of the cluster profile",)
+            is_default = launcher == "deepspeed"  # without --num_gpus
+            how = "deepspeed without --num_gpus" if is_default else f"{launcher} --{option} {text}"
+            number = _find_gpus_per_node(request, how)
+            notes = (f"{how}: {number}, the GPUs per node of the cluster profile",)
         else:
             continue  # gpu, auto, or a variable of a batch script: the job's size counts
         if merged.setdefault(key, number) != number:

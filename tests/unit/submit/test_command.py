@@ -207,10 +207,21 @@ DEEPSPEED = {
 
 @pytest.mark.parametrize("command", DEEPSPEED)
 def test_launcher_that_passes_the_local_rank_is_replaced(command: tuple[str, ...]) -> None:
-    translated = replace_launcher(request(*command)).request
+    translated = replace_launcher(request(*command, gpus=2)).request
     assert " ".join(translated.command) == DEEPSPEED[command]
     index = translated.local_rank_index
     assert [i for i, word in enumerate(translated.command) if word.startswith("--local")] == ([index] if index else [])
+
+
+def test_deepspeed_without_a_size_means_all_gpus_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="deepspeed without --num_gpus: the number of GPUs per node is not known"):
+        replace_launcher(request("deepspeed", "train.py"))
+    (tmp_path / "site.toml").write_text("gpus_per_node = 8\n")
+    sized = SubmitRequest(
+        command=("deepspeed", "train.py"), job={"cluster": "site"},
+        environ={"PATH": os.environ["PATH"], "CLUSTERTRAIN_CLUSTER_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert replace_launcher(sized).request.job["gpus"] == 8
 
 
 def test_hosts_and_environment_of_deepspeed_are_the_job_s(tmp_path: Path) -> None:
