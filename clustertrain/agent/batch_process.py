@@ -111,7 +111,10 @@ class BatchProcess:
             end_time=self.deadline.end_time,
         )
         program_checkpoints = ProgramCheckpoints(self.run, self.attempt, self.spec)
-        self._publish_checkpoint(program_checkpoints.begin())
+        try:
+            self._publish_checkpoint(program_checkpoints.begin())
+        except OSError as e:
+            return requeue_or_fail(self.backend, e)
         job_step = JobStep(self._start_step(step_argv))
         while job_step.child.poll() is None:
             self._poll_step(job_step)

@@ -108,3 +108,23 @@ def test_stop_sends_sigusr1_when_the_stop_file_fails(tmp_path: Path, writable: b
     child = FakeChild()
     batch_process._request_stop(JobStep(cast(Any, child)), "cancel")
     assert child.signals == [number]
+
+
+def test_checkpoint_that_cannot_be_handed_to_the_agents_requeues_the_job(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm  # noqa: F811
+) -> None:  # fmt: skip
+    """Without it, a command would start from the beginning."""
+    write_json = fsio.write_json
+
+    def write(path: Path, document: Any, **options: Any) -> None:
+        if path.name == "checkpoint.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_json(path, document, **options)
+
+    monkeypatch.setattr(fsio, "write_json", write)
+    monkeypatch.setattr(module.ProgramCheckpoints, "begin", lambda self: "/out/step-7")
+    monkeypatch.setattr("sys.argv", ["batch", "--", "srun"])
+    monkeypatch.setattr(BatchProcess, "_start_step", lambda *_: pytest.fail("the ranks started"))
+    monkeypatch.setattr(module, "Signals", lambda: None)
+    assert module.main() == 75
+    assert [c.argv for c in fake_slurm.calls("scontrol")] == [["requeue", "7"]]
