@@ -1,10 +1,11 @@
 """Wall time of commands, as whole processes, alternating with a peer (A B A B).
 
-help           clustertrain --help             against  python -c "import click"
-help-module    python -m clustertrain --help   against  python -c "import click"
-submit         clustertrain submit, which plans the default preset, against a script with submitit's documented API
-               that submits one function and plans nothing
-submit-torchx  clustertrain submit against `torchx run -s slurm`, which plans nothing either
+help            clustertrain --help             against  python -c "import click"
+help-module     python -m clustertrain --help   against  python -c "import click"
+submit          clustertrain submit, which plans the default preset, against a script with submitit's documented API
+                that submits one function and plans nothing
+submit-command  clustertrain submit -- torchrun train.py against clustertrain submit, which plans the default preset
+submit-torchx   clustertrain submit against `torchx run -s slurm`, which plans nothing either
 
 The jobs are submitted to a real cluster and cancelled by their ids: ours and submitit's while they are held. torchx has
 no option to hold a job, so its job may run for a moment. torchx has a separate environment in the user's cache folder,
@@ -114,11 +115,16 @@ def _submissions(script: str, slurm: Cluster, scratch: Path, versions: dict[str,
     submitit = Command("a script with submitit.AutoExecutor.submit(hello)", argv, env, scratch, cancel)
     target = Target(1.5, "at most 1.5 times submitit")
     yield {**_row("submit", ours, submitit, SUBMIT_ROUNDS, target), "cluster": slurm.name}
+    (scratch / "train.py").write_text("print('hello')\n")
+    argv = [*ours.argv, "--", "torchrun", "train.py"]
+    command_line = Command("clustertrain submit --sbatch hold -- torchrun train.py", argv, env, scratch, cancel)
+    target = Target(1.1, "at most 1.1 times a recipe")
+    yield {**_row("submit-command", command_line, ours, SUBMIT_ROUNDS, target), "cluster": slurm.name}
     try:
-        command = _torchx(child_environ(os.environ))
+        executable = _torchx(child_environ(os.environ))
         versions["torchx"] = TORCHX
         argv = ["run", "-s", "slurm", "utils.echo", "--msg", "hello"]
-        torchx = Command(f"torchx {' '.join(argv)}", [command, *argv], env, scratch, cancel)
+        torchx = Command(f"torchx {' '.join(argv)}", [executable, *argv], env, scratch, cancel)
         target = Target(0.25, "4 times faster than torchx")
         yield {**_row("submit-torchx", ours, torchx, SUBMIT_ROUNDS, target), "cluster": slurm.name}
     except CannotRun as e:

@@ -84,6 +84,10 @@ _LIGHTNING_SAVES = (
     f"{_LIGHTNING_LOGGER} callbacks=[pl.callbacks.ModelCheckpoint(every_n_train_steps={EVERY}, save_last=True)],"
 )
 _LIGHTNING_FIT = "num_workers=1))"
+_DCP_NEWEST = (
+    "os.path.dirname(max(__import__('glob').glob(f'{out}/step_*/.metadata'), "
+    "key=lambda p: int(p.split('/')[-2].removeprefix('step_')), default=''))"
+)
 _LIGHTNING_DEVICES = 'devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"])'
 
 PROGRAMS = {
@@ -124,5 +128,11 @@ PROGRAMS = {
             has_own_answer=False,
         ),
         Program("DDP with a handler", "ddp_handler.py"),
+        Program(
+            "FSDP2 with DCP",
+            "fsdp2_dcp.py",
+            edits={"step % 40 == 0": f"step % {EVERY} == 0"},
+            alone={'os.environ.get("CLUSTERTRAIN_CHECKPOINT")': _DCP_NEWEST},
+        ),
     )
 }
