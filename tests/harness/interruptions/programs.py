@@ -19,6 +19,7 @@ TOTAL = 1000  # steps of a run
 EVERY = 20
 PACE_S = 0.02  # that each step of a fixture takes at least
 RANKS = 2
+REFERENCE_TIMEOUT_S = 1800.0  # of a minute's work, beside other work
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,12 @@ class Program:
             with (folder / f"rank-{rank}.log").open("wb") as log:
                 env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(subprocess.Popen(argv, env=env, cwd=folder, stdout=log, stderr=log))
-        deadline = clock.monotonic() + 600.0
-        codes = [p.wait(max(1.0, deadline - clock.monotonic())) for p in processes]
+        deadline = clock.monotonic() + REFERENCE_TIMEOUT_S
+        try:
+            codes = [p.wait(max(1.0, deadline - clock.monotonic())) for p in processes]
+        finally:
+            for p in processes:
+                p.kill()
         if any(codes):
             raise RuntimeError(f"{self.name} without an interruption: exit codes {codes}, see {folder}")
         return [read_steps(folder / f"rank-{rank}.log") for rank in range(RANKS)]
