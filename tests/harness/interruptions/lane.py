@@ -85,7 +85,8 @@ def _interrupt(
     subject: Subject, lane: Lane, kind: str, step: int, number: int, reference: Sequence[Steps] | None
 ) -> Verdict:
     rng = random.Random(f"{lane.seed} {number}")
-    if kind != "time limit" and not clock.wait_until(lambda: _last_step(subject) >= step, RESUME_TIMEOUT_S, 0.05):
+    step = 1 if kind == "time limit" else step
+    if not clock.wait_until(lambda: _last_step(subject) >= step, RESUME_TIMEOUT_S, 0.05):
         raise TrainingEnded(f"{lane}: did not reach step {step} before interruption {number}")
     before = _count(subject)
     node = ""
