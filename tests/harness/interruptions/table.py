@@ -41,7 +41,7 @@ def to_row(lane: Lane, number: int, verdict: Verdict) -> dict[str, Any]:
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of the results."""
     lines = [
-        "| program | system | interruption | count | saved at its step | steps lost, mean (worst) | wrong losses "
+        "| program | system | interruption | count | nothing lost | steps repeated, mean (worst) | wrong resumes "
         "| needed a person |",
         "|---|---|---|---|---|---|---|---|",
     ]
