@@ -50,11 +50,6 @@ class WeightFiles:
     tensors: Mapping[str, TensorRecord]
     """The tensors by name. Each has one shard without checksums, since the format has none."""
 
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(shard.nbytes for tensor in self.tensors.values() for shard in tensor.shards)
-
 
 def read_weight_files(path: Path) -> WeightFiles:
     """Read the headers of the safetensors file ``path``, or of those in the folder ``path``. No tensor is read.

@@ -23,4 +23,4 @@ def check_pretrained(prepared: PreparedRun) -> str | None:
     expected = dict(tensor_names.list_tensors(spec).values())
     safetensors_files.check_tensors(files, expected, "the recipe's decoder")
     stored = ", ".join(sorted({files.tensors[name].dtype for name in expected}))
-    return f"weights: {len(expected)} tensors from {spec.init}, {files.bytes / 2**30:.2f} GiB, {stored}"
+    return f"weights: {len(expected)} tensors from {spec.init}, {stored}"
