@@ -14,6 +14,8 @@ from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.config.parsing.presets import PRESETS
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
+Activation = Literal["silu", "gelu-tanh"]
+RopeScalingKind = Literal["none", "linear", "llama3"]
 # "auto" stands for the first.
 DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
     "decoder": ("text", "tokens", "custom"),
@@ -97,6 +99,31 @@ class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return -math.log(self.temperature)
 
 
+class RopeScalingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[model.rope_scaling]`` table: rescaled rotary frequencies of a model with an extended context."""
+
+    kind: RopeScalingKind = "none"
+    """``"linear"``: all frequencies divided by ``factor`` (Chen et al., arXiv 2306.15595). ``"llama3"``: only low
+    frequencies, as in Llama 3.1."""
+    factor: float = 1.0
+    """Factor by which the context was extended."""
+    low_freq_factor: float = 1.0
+    """``llama3``: wavelengths above ``original_max_seq_len`` / this are divided by ``factor``."""
+    high_freq_factor: float = 4.0
+    """``llama3``: wavelengths below ``original_max_seq_len`` / this stay; those in between are interpolated."""
+    original_max_seq_len: int = 8192
+    """``llama3``: context length before the extension, in tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"):
+            check_positive(name, getattr(self, name))
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor:g} must be less than high_freq_factor = "
+                f"{self.high_freq_factor:g}"
+            )
+
+
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``[model]`` table. The decoder is Llama-style: RMSNorm, RoPE, SwiGLU, grouped-query attention.
 
@@ -110,6 +137,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     preset: str = ""
     """Name of a published size, for example ``"llama3.1-8b"``, that sets the sizes below, ``data.seq_len`` and
     ``train.global_batch``; keys given in the recipe win. Empty: no preset. Not for convnets and entries."""
+    init: str = ""
+    """Folder or ``.safetensors`` file with the weights to start from, in the format of Hugging Face transformers. The
+    folder's ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models are supported. Empty:
+    random weights. Decoder only."""
     entry: str = ""
     """Function that builds your model, as ``"package.module:function"``. It is called with ``args`` and returns the
     ``torch.nn.Module`` to train. Empty: the built-in model of ``kind``."""
@@ -129,6 +160,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Attention heads for queries."""
     kv_heads: int = 2
     """Attention heads for keys and values. Must divide ``heads``; equal to ``heads``: multi-head attention."""
+    head_dim: int = 0
+    """Width of an attention head. Must be even. 0: ``dim / heads``."""
     ffn_dim: int = 0
     """Hidden width of the feed-forward layer. 0: 8/3 of ``dim``, rounded up to a multiple of 64."""
     max_seq_len: int = 0
@@ -136,8 +169,20 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     states its limit itself."""
     rope_theta: float = 10_000.0
     """Base of the rotary embedding's frequencies."""
+    rope_scaling: RopeScalingSpec = RopeScalingSpec()
+    """Rescaling of these frequencies."""
     norm_eps: float = 1e-5
     """Epsilon of the RMS norms."""
+    norm_offset: bool = False
+    """RMS norms multiply by 1 + weight, as in Gemma."""
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias, as in Qwen2."""
+    qk_norm: bool = False
+    """Each head's queries and keys pass through an RMS norm, as in Qwen3."""
+    activation: Activation = "silu"
+    """Activation of the gate in the feed-forward layer: ``"silu"`` (SwiGLU), or ``"gelu-tanh"`` as in Gemma."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by the square root of ``dim``, as in Gemma."""
     tie_embeddings: bool = False
     """Share one matrix between the token embedding and the output layer. Decoder only."""
     dropout: float = 0.0
@@ -147,10 +192,13 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         self._check_names()
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "rope_theta", "norm_eps"):
             check_positive(name, getattr(self, name))
-        if self.dim % self.heads:
+        if self.head_dim < 0:
+            raise ValueError(f"head_dim = {self.head_dim}: must be 0 (dim / heads) or more")
+        if self.dim % self.heads and not self.head_dim:
             raise ValueError(f"dim = {self.dim} is not divisible by heads = {self.heads}")
-        if self.dim // self.heads % 2:
-            raise ValueError(f"dim / heads = {self.dim // self.heads} is odd: rotary embeddings need an even head size")
+        if self.head_size % 2:
+            name = "head_dim" if self.head_dim else "dim / heads"
+            raise ValueError(f"{name} = {self.head_size} is odd: rotary embeddings need an even head size")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}")
         if self.ffn_dim < 0:
@@ -164,6 +212,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"preset = {self.preset!r}: {did_you_mean(self.preset, list(PRESETS))}")
         if self.preset and (self.entry or self.kind == "convnet"):
             raise ValueError(f"preset = {self.preset!r} is a transformer: remove preset")
+        if self.init and (self.entry or self.kind != "decoder"):
+            raise ValueError(
+                f"init = {self.init!r} sets the weights of the built-in decoder: remove "
+                f"{'entry' if self.entry else 'kind'}, or load the weights in a script with session.load_pretrained"
+            )
         if self.entry:
             check_entry(self.entry)
         if self.entry and self.kind != "decoder":
@@ -186,11 +239,34 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def gated(self) -> bool:
         return True  # SwiGLU
 
+    @property
+    def head_size(self) -> int:
+        """Width of an attention head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def attention_dim(self) -> int:
+        """Width of all heads' queries together."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all heads' keys together."""
+        return self.kv_heads * self.head_size
+
+    def block_vectors(self) -> dict[str, int]:
+        """Return the number of elements of each norm and bias of one layer, by name."""
+        vectors = {"attention_norm": self.dim, "ffn_norm": self.dim}
+        if self.qkv_bias:
+            vectors |= {"attention.q": self.attention_dim, "attention.k": self.kv_dim, "attention.v": self.kv_dim}
+        if self.qk_norm:
+            vectors |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), self.head_size)
+        return vectors
+
     def block_parameters(self) -> int:
-        """Return the number of parameters of one layer: attention, feed-forward and two norms."""
-        head_dim = self.dim // self.heads
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head_dim
-        return attention + 3 * self.dim * self.hidden + 2 * self.dim
+        """Return the number of parameters of one layer: attention, feed-forward, norms and biases."""
+        attention = 2 * self.dim * (self.attention_dim + self.kv_dim)
+        return attention + 3 * self.dim * self.hidden + sum(self.block_vectors().values())
 
     def parameters(self) -> int:
         """Return the number of parameters of the built-in model, counted from the shapes."""

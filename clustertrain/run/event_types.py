@@ -160,6 +160,18 @@ class Restored(Event, frozen=True, kw_only=True):
     """Bytes read from node-local copies."""
 
 
+class PretrainedLoaded(Event, frozen=True, kw_only=True):
+    """The model's pretrained weights were loaded."""
+
+    writer = "rank 0"
+
+    t_begin: float | None = None
+    path: str | None = None
+    tensors: int | None = None
+    """Number of tensors."""
+    load_s: float | None = None
+
+
 class DataDescribed(Event, frozen=True, kw_only=True):
     """The data set: [Prepare data](../guides/data.md)."""
 

@@ -259,6 +259,15 @@ def check_data(prepared: PreparedRun) -> Notes:
     return _present(data.check_data(prepared))
 
 
+def check_pretrained(prepared: PreparedRun) -> Notes:
+    """Refuse weights in ``model.init`` that are missing, damaged or another model's; note what they are."""
+    if not prepared.spec.recipe.model.init:
+        return None
+    from clustertrain.submit.preflight import pretrained  # not at the top: most runs start from random weights
+
+    return _present(pretrained.check_pretrained(prepared))
+
+
 def check_epoch_size(prepared: PreparedRun) -> Notes:
     """Note a global batch that is larger than the dataset; refuse nothing."""
     return _present(data.check_epoch_size(prepared))
@@ -352,6 +361,7 @@ PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     ship.check_environment,
     check_directives,
     check_data,
+    check_pretrained,
     check_epoch_size,
     machine.note_local_backend,
     check_script_layout,

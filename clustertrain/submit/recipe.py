@@ -11,6 +11,7 @@ from typing import Any
 
 from clustertrain.config.checks import unused_keys
 from clustertrain.config.checks.unused_keys import KeyCondition
+from clustertrain.config.huggingface import families
 from clustertrain.config.job import JobSpec, ScriptSpec
 from clustertrain.config.parsing import presets
 from clustertrain.config.parsing.documents import build, load_toml, parse_assignment, parse_value, set_value_at
@@ -54,7 +55,7 @@ class ParsedRecipe:
             ConfigError: a key is unknown, a value has the wrong type or is out of range, or tables contradict each
                 other.
         """
-        return _build_values(self.document, self.source)
+        return _build_values(self.document, self.source, self.request.cwd)
 
     @cached_property
     def file_values(self) -> RecipeFile | None:
@@ -62,7 +63,7 @@ class ParsedRecipe:
         if not self.overrides:
             return self.values
         try:
-            return _build_values(self.file_document, self.request.target)
+            return _build_values(self.file_document, self.request.target, self.request.cwd)
         except ConfigError:
             return None
 
@@ -123,5 +124,5 @@ def _list_overrides(request: SubmitRequest) -> list[tuple[str, Any]]:
     ]
 
 
-def _build_values(document: Mapping[str, Any], source: str) -> RecipeFile:
-    return build(presets.apply_preset(document), RecipeFile, source)
+def _build_values(document: Mapping[str, Any], source: str, cwd: Path) -> RecipeFile:
+    return build(presets.apply_preset(families.apply_init(document, cwd)), RecipeFile, source)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clustertrain.config.evaluation import VALIDATION_PREFIX
+from clustertrain.config.huggingface import tensor_names
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
@@ -47,6 +48,9 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     runtime = get_runtime(session)
     training_task = build_task(recipe)
     optim = recipe.optim
+    if recipe.model.init:
+        names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}
+        session.load_pretrained(training_task.model, recipe.model.init, rename=names.__getitem__)
     model = session.parallelize(
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
     )

@@ -56,7 +56,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # gc: m
     """Offsets of the shard in the tensor, one per dimension."""
     shape: tuple[int, ...]
     blocks: str
-    """Checksums of the blocks; see :mod:`~clustertrain.checkpoint.format.checksums`."""
+    """Checksums of the blocks; see :mod:`~clustertrain.checkpoint.format.checksums`. Empty in a file that another
+    program wrote, whose bytes cannot be verified."""
     checksum: str
     """Checksum of the shard."""
 

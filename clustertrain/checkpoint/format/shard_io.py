@@ -1,4 +1,4 @@
-"""Verified reads of shards and parts of them, and geometry of shards."""
+"""Reads of shards and parts of them, verified if the shard has checksums, and geometry of shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
 
 
 def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
-    """Fill ``buffer`` with the bytes of ``shard`` from ``low`` on, and verify them.
+    """Fill ``buffer`` with the bytes of ``shard`` from ``low`` on, and verify them if the shard has checksums.
 
     Args:
         alone: no other process on this machine needs the bytes, so they bypass the page cache.
@@ -57,7 +57,7 @@ def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, 
 
 def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> bool:
     """Do the same as :func:`_read` with direct I/O; return False if the file system does not support it."""
-    pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
+    pos, aligned_end = _align(shard, low, high)
     while pos < aligned_end:
         read_end = min(pos + _DIRECT_READ_BYTES, aligned_end)
         data = direct_io.read(fd, shard.offset + pos, read_end - pos)
@@ -74,7 +74,7 @@ def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, b
 
 def _read(pread: PreadFn, path: Folder, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> None:
     """Read whole blocks into ``buffer``; a block that only partly belongs there goes through a temporary buffer."""
-    pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
+    pos, aligned_end = _align(shard, low, high)
     while pos < aligned_end:
         # End of the whole blocks that go into the buffer; the last block of a shard may be short.
         full_end = aligned_end if aligned_end <= high else high - high % BLOCK_BYTES
@@ -89,7 +89,14 @@ def _read(pread: PreadFn, path: Folder, shard: ShardRecord, low: int, high: int,
         pos = read_end
 
 
+def _align(shard: ShardRecord, low: int, high: int) -> tuple[int, int]:
+    """Return the bytes to read for ``low`` to ``high``: whole blocks if these have checksums."""
+    return align_to_blocks(low, high, shard.nbytes) if shard.blocks else (low, high)
+
+
 def _verify(data: memoryview, path: Folder, shard: ShardRecord, pos: int) -> None:
+    if not shard.blocks:
+        return
     bad_block = find_bad_block(data, shard.blocks, pos // BLOCK_BYTES)
     if bad_block is not None:
         first = shard.offset + bad_block * BLOCK_BYTES

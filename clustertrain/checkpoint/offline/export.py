@@ -19,10 +19,12 @@ from typing import Any, Literal
 from clustertrain import extras, fsio, reading
 from clustertrain.checkpoint.format import dtypes
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord, check_sizes, read_manifest
+from clustertrain.checkpoint.format.safetensors_files import INDEX_FILE, SINGLE_FILE
 from clustertrain.checkpoint.format.storage import Folder
-from clustertrain.checkpoint.offline import huggingface
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress
 from clustertrain.checkpoint.offline.safetensors import ExportTensor, check_safetensors, write_safetensors
+from clustertrain.config.huggingface import families, tensor_names
+from clustertrain.config.huggingface.families import CONFIG_FILE
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, UsageError
@@ -30,7 +32,6 @@ from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, Us
 ExportFormat = Literal["safetensors", "torch"]
 Naming = Literal["own", "huggingface"]
 
-CONFIG_FILE, SINGLE_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FIX_FULL = "make room, or choose another place with --output"
 _FIX_BY_ERRNO = {
     errno.ENOSPC: _FIX_FULL,
@@ -146,14 +147,14 @@ def _name_tensors(request: ExportRequest, manifest: Manifest) -> tuple[Recipe | 
         )
     if request.names == "huggingface" or (request.names is None and request.format == "safetensors"):
         try:
-            return _name_as_llama(request, manifest, tensors)
+            return _name_as_huggingface(request, manifest, tensors)
         except ClusterTrainError:
             if request.names is not None:
                 raise
     return None, sorted(tensors.items(), key=lambda pair: _natural_sort_key(pair[0]))
 
 
-def _name_as_llama(
+def _name_as_huggingface(
     request: ExportRequest, manifest: Manifest, tensors: Mapping[str, TensorRecord]
 ) -> tuple[Recipe, NamedTensors]:
     document = manifest.about.get("recipe")
@@ -163,7 +164,8 @@ def _name_as_llama(
             f"--names huggingface: {request.folder} is not a checkpoint of the built-in decoder",
             fix="choose a run of the built-in trainer with model.kind decoder, or pass --names own",
         )
-    hf_tensors = huggingface.llama_tensors(recipe.model)
+    families.find_family(recipe.model)
+    hf_tensors = tensor_names.list_tensors(recipe.model)
     actual_shapes = {n: t.shape for n, t in tensors.items()}
     expected_shapes = {n: shape for n, (_, shape) in hf_tensors.items()}
     if actual_shapes != expected_shapes:
@@ -286,7 +288,7 @@ def _write(
         _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX_FILE)
     if recipe is not None:
-        _write_json(path / CONFIG_FILE, huggingface.llama_config(recipe.model, recipe.data.seq_len, items[0].dtype))
+        _write_json(path / CONFIG_FILE, families.build_config(recipe.model, recipe.data.seq_len, items[0].dtype))
         files.append(CONFIG_FILE)
     fsio.fsync_folder(path)
     return tuple(files)

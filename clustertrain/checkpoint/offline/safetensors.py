@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain.checkpoint.format.manifest import TensorRecord
+from clustertrain.checkpoint.format.safetensors_files import DTYPES
 from clustertrain.errors import CheckpointError
 
 
@@ -37,18 +38,7 @@ class ExportTensor:
 
 ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # yields the bytes of an item in C order, in chunks
 
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "bool": "BOOL",
-    **{f"int{n}": f"I{n}" for n in (8, 16, 32, 64)},
-    **{f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)},
-}
+_SAFETENSORS = {dtype: name for name, (dtype, _) in DTYPES.items()}
 
 
 def check_safetensors(items: Iterable[ExportTensor]) -> None:

@@ -207,14 +207,17 @@ _RESIZABLE_DATA = KeyCondition(
     lambda recipe: not _has_fixed_size(recipe), lambda recipe: recipe.data.description, "set data.path to a folder"
 )
 
+_DECODER_KEYS = (
+    "head_dim", "rope_scaling", "norm_offset", "qkv_bias", "qk_norm", "activation", "scale_embeddings",
+)  # fmt: skip
 _SIZES = (
     "vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len", "rope_theta", "norm_eps",
-    "tie_embeddings", "dropout",
+    "tie_embeddings", "dropout", *_DECODER_KEYS,
 )  # fmt: skip
 # A key may have several rules, and inherits those of its tables; the first unmet one is reported.
 _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     *((f"model.{name}", _OWN_MODEL) for name in (*_SIZES, "kind", "preset", "convnet", "two_tower")),
-    ("model.tie_embeddings", _when_model("decoder")),
+    *((f"model.{name}", _when_model("decoder")) for name in ("tie_embeddings", "init", *_DECODER_KEYS)),
     *((f"model.{name}", _when_model("decoder", "two-tower")) for name in _SIZES),
     ("model.convnet", _when_model("convnet")),
     ("model.two_tower", _when_model("two-tower")),

@@ -13,6 +13,8 @@ _KEYS: Mapping[str, str] = {
     "contract.mode": "greater_is_better higher_is_better",
     "model": "network net architecture",
     "model.preset": "model_name name_or_path model_name_or_path flavor",
+    "model.init": "pretrained init_from load_from checkpoint_path pretrained_path",
+    "model.head_dim": "head_size d_head",
     "model.dim": "hidden_size hidden_dim d_model n_embd embed_dim embedding_dim",
     "model.layers": "num_hidden_layers num_layers n_layers n_layer depth",
     "model.heads": "num_attention_heads num_heads n_heads n_head",

@@ -14,7 +14,7 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
-from clustertrain.plan.cost.model_shape import DecoderShape
+from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
 from clustertrain.plan.layout import Layout
 
 SINGLE_RANK = Layout()
@@ -138,9 +138,7 @@ def split_blocks(model: DecoderShape, stages: int) -> tuple[int, int]:
 
     Minimizes the most expensive stage, then balances the others, as ``train/distributed/pipeline_stages.py`` does.
     """
-    return _split_blocks(
-        model.layers, model.vocab_size * model.dim / (model.block_parameters() - 2 * model.dim), stages
-    )
+    return _split_blocks(model.layers, model.vocab_size * model.dim / block_matrices(model), stages)
 
 
 @cache
@@ -179,11 +177,11 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     is_gathered = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
     is_built_in_on_gpu = framework.is_built_in and not cpu
     repeats_kv = framework.repeats_kv or (is_built_in_on_gpu and config.compute_bytes == 4)
-    kv = model.dim if repeats_kv else _kv_width(model)
+    kv = model.attention_dim if repeats_kv else model.kv_dim
     if framework.keeps_fp8 and config.precision == "fp8":  # also attention's output and the last product
-        linear_inputs = linear_inputs / 2 - (model.dim + model.hidden) / (2 * tp)
+        linear_inputs = linear_inputs / 2 - (model.attention_dim + model.hidden) / (2 * tp)
     copies = cpu or (is_built_in_on_gpu and config.compute_bytes == 2)
-    attention = (3 if copies else 2) * model.dim + 2 * kv * (layout.cp if is_gathered else 1)
+    attention = (3 if copies else 2) * model.attention_dim + 2 * kv * (layout.cp if is_gathered else 1)
     sharded_elements = (attention + _feed_forward_elements(model, framework)) / tp + (
         config.seq_len / config.micro_batch if is_gathered else 0
     )
@@ -226,7 +224,7 @@ def saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, f
     if mode == "selective_layer":
         return (input_bytes + block_bytes(model, config, layout, framework)) / 2
     up = (2 if model.gated else 1) * model.hidden
-    op_outputs = 2 * model.dim + 2 * _kv_width(model) + up  # q, attention; k, v; gate, up
+    op_outputs = 2 * model.attention_dim + 2 * model.kv_dim + up  # q, attention; k, v; gate, up
     outputs = op_outputs / layout.tp + 2 * model.dim
     if mode == "selective_op":
         outputs = model.dim / layout.tp + (outputs - model.dim / layout.tp) / 2
@@ -283,7 +281,3 @@ def logits_bytes(
 
 def _tokens(config: PassConfig, layout: Layout) -> float:
     return config.micro_batch * config.seq_len / layout.cp
-
-
-def _kv_width(model: DecoderShape) -> int:
-    return model.kv_heads * (model.dim // model.heads)

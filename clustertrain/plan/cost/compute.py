@@ -121,11 +121,11 @@ def block_s(
         sp_degree: ranks over which norms and residuals are split.
         is_masked: attention uses an explicit mask and computes its hidden half too.
     """
-    dim, hidden = model.dim, model.hidden
-    qkv_width = dim + 2 * model.kv_heads * (dim // model.heads)
+    dim, hidden, attention_dim = model.dim, model.hidden, model.attention_dim
+    qkv_width = attention_dim + 2 * model.kv_dim
     up = (2 if model.gated else 1) * hidden
     forward = backward = 0.0
-    for inputs, outputs in ((dim, qkv_width / tp), (dim / tp, dim), (dim, up / tp), (hidden / tp, dim)):
+    for inputs, outputs in ((dim, qkv_width / tp), (attention_dim / tp, dim), (dim, up / tp), (hidden / tp, dim)):
         linear_forward, linear_backward = linear_s(tokens, inputs, outputs, r, c)
         forward += linear_forward
         backward += linear_backward
@@ -138,7 +138,7 @@ def block_s(
     )
     pointwise = tokens * moved_bytes * framework.traffic / r.memory
     if r.dtype_bytes == 1:
-        pointwise += tokens * c.cast * 3.0 * (2 * dim / sp_degree + (dim + hidden) / tp) / r.memory
+        pointwise += tokens * c.cast * 3.0 * (2 * dim / sp_degree + (attention_dim + hidden) / tp) / r.memory
     return BlockTime(
         forward_s=forward + attention + pointwise,
         backward_s=backward + attention_backward + 2 * pointwise,
@@ -156,12 +156,12 @@ def _attention_s(
     Flash attention skips the masked half and recomputes the scores in the backward pass: five matmuls instead of two
     (arXiv 2307.08691, section 4.1).
     """
-    flops = 4.0 * tokens * seq_len * model.dim / tp
+    flops = 4.0 * tokens * seq_len * model.attention_dim / tp
     if not framework.plain_attention:
         forward = flops / 2 / (r.half * framework.flash)
         return forward, 2.5 * forward
     scores = tokens * seq_len * model.heads / tp
-    matmul_time = flops / r.half * (1.0 + c.depth / (model.dim / model.heads))
+    matmul_time = flops / r.half * (1.0 + c.depth / (model.attention_dim / model.heads))
     traffic_time = scores * c.scores / r.memory
     return matmul_time + traffic_time, 2 * matmul_time + 1.5 * traffic_time
 

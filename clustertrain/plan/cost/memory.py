@@ -15,7 +15,7 @@ import msgspec
 from clustertrain.plan.cost import trainer_memory
 from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes, peak_memory_stages
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
-from clustertrain.plan.cost.model_shape import DecoderShape
+from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices, vector_elements
 from clustertrain.plan.cost.trainer_memory import LowerBounds, Moment, PassCache
 from clustertrain.plan.layout import Layout
 
@@ -172,9 +172,8 @@ def _state_bytes(
 
 
 def _block_parameters(model: DecoderShape, tp: int) -> int:
-    """Return the parameters of one block on one rank; tp divides the matrices and replicates the norms."""
-    norms = 2 * model.dim
-    return (model.block_parameters() - norms) // tp + norms
+    """Return the parameters of one block on one rank; tp divides the matrices and replicates the vectors."""
+    return block_matrices(model) // tp + vector_elements(model)
 
 
 def _end_parameters(model: DecoderShape, layout: Layout, stage: RankStage) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -22,6 +22,10 @@ class DecoderShape(Protocol):
     @property
     def kv_heads(self) -> int: ...
     @property
+    def attention_dim(self) -> int: ...
+    @property
+    def kv_dim(self) -> int: ...
+    @property
     def hidden(self) -> int: ...
     @property
     def gated(self) -> bool: ...
@@ -30,6 +34,7 @@ class DecoderShape(Protocol):
     @property
     def dropout(self) -> float: ...
     def block_parameters(self) -> int: ...
+    def block_vectors(self) -> Mapping[str, int]: ...
     def parameters(self) -> int: ...
 
 
@@ -47,10 +52,20 @@ class DecoderSizes:
     tie_embeddings: bool = False
     dropout: float = 0.0
 
+    @property
+    def attention_dim(self) -> int:
+        return self.dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * (self.dim // self.heads)
+
+    def block_vectors(self) -> Mapping[str, int]:
+        return {"attention_norm": self.dim, "ffn_norm": self.dim}
+
     @cached_property
     def _block_params(self) -> int:
-        head = self.dim // self.heads
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_dim
         return attention + (3 if self.gated else 2) * self.dim * self.hidden + 2 * self.dim
 
     def block_parameters(self) -> int:
@@ -63,17 +78,17 @@ class DecoderSizes:
 
 def iter_shapes(model: DecoderShape, layers: int | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (module, shape) of each parameter of the decoder, or of one with another number of ``layers``."""
-    dim, hidden, kv = model.dim, model.hidden, model.kv_heads * (model.dim // model.heads)
+    dim, hidden, attention, kv = model.dim, model.hidden, model.attention_dim, model.kv_dim
     yield "embed", (model.vocab_size, dim)
     feed_forward = {"gate": (hidden, dim)} if model.gated else {}
     matrices = {
-        **{f"attention.{n}": shape for n, shape in {"q": (dim, dim), "k": (kv, dim), "v": (kv, dim)}.items()},
-        "attention.out": (dim, dim),
+        **{f"attention.{n}": shape for n, shape in {"q": (attention, dim), "k": (kv, dim), "v": (kv, dim)}.items()},
+        "attention.out": (dim, attention),
         **{f"ffn.{n}": shape for n, shape in {**feed_forward, "up": (hidden, dim), "down": (dim, hidden)}.items()},
     }
     for i in range(model.layers if layers is None else layers):
         yield from ((f"layers.{i}.{name}", shape) for name, shape in matrices.items())
-        yield from ((f"layers.{i}.{name}", (dim,)) for name in ("attention_norm", "ffn_norm"))
+        yield from ((f"layers.{i}.{name}", (size,)) for name, size in model.block_vectors().items())
     yield "norm", (dim,)
     if not model.tie_embeddings:
         yield "head", (model.vocab_size, dim)
@@ -81,8 +96,20 @@ def iter_shapes(model: DecoderShape, layers: int | None = None) -> Iterator[tupl
 
 def matmul_parameters(model: DecoderShape) -> int:
     """Return the number of parameters used in matmuls: all except the embedding's and the norms'."""
-    blocks = model.layers * (model.block_parameters() - 2 * model.dim)
-    return blocks + model.vocab_size * model.dim
+    return model.layers * block_matrices(model) + model.vocab_size * model.dim
+
+
+def block_matrices(model: DecoderShape) -> int:
+    """Return the number of parameters in the matrices of a block."""
+    return model.block_parameters() - vector_elements(model)
+
+
+def vector_elements(model: DecoderShape) -> int:
+    """Return the number of parameters in the norms and biases of a block, which the estimates count as replicated.
+
+    Tensor parallelism splits biases, which are a few kilobytes.
+    """
+    return sum(model.block_vectors().values())
 
 
 def attention_flops(model: DecoderShape, seq_len: int, *, causal: bool) -> float:
@@ -90,4 +117,4 @@ def attention_flops(model: DecoderShape, seq_len: int, *, causal: bool) -> float
 
     12 L s h (arXiv 2205.05198, appendix A), half of it with a causal mask.
     """
-    return (6.0 if causal else 12.0) * model.layers * seq_len * model.dim
+    return (6.0 if causal else 12.0) * model.layers * seq_len * model.attention_dim

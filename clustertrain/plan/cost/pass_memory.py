@@ -77,7 +77,7 @@ def _kept_gradients(model: DecoderShape, layout: Layout) -> float:
     """Return the elements per token of a block's linear layers and norms, whose output gradients a split backward pass
     keeps until it computes the gradients of the weights."""
     norms = 2 * model.dim / (layout.tp if layout.sequence_parallel else 1)
-    return (model.dim + 2 * _kv_width(model) + 2 * model.hidden) / layout.tp + 2 * model.dim + norms
+    return (model.attention_dim + 2 * model.kv_dim + 2 * model.hidden) / layout.tp + 2 * model.dim + norms
 
 
 def _recomputed_for_weights(model: DecoderShape, layout: Layout, blocks: int) -> float:
@@ -89,13 +89,9 @@ def _recomputed_for_weights(model: DecoderShape, layout: Layout, blocks: int) ->
     """
     layers = LAYERS_PER_BLOCK
     product = model.hidden / layout.tp
-    rest = (2 * model.dim + 2 * _kv_width(model)) / layout.tp + 3 * product
+    rest = (2 * model.attention_dim + 2 * model.kv_dim) / layout.tp + 3 * product
     in_up = rest * (layers * blocks - 1) + (product + model.dim) * (layers - 1)
     return max(in_up, (rest * blocks + product) * layers)
-
-
-def _kv_width(model: DecoderShape) -> int:
-    return model.kv_heads * (model.dim // model.heads)
 
 
 def _logit_bytes(layout: Layout, config: PassConfig, framework: Framework, stage: RankStage, in_flight: float) -> float:

@@ -220,15 +220,7 @@ def _context_parallel_s(
     """
     if layout.cp == 1:
         return 0.0
-    kv = (
-        config.micro_batch
-        * config.seq_len
-        * 2
-        * model.kv_heads
-        * (model.dim // model.heads)
-        / layout.tp
-        * config.compute_bytes
-    )
+    kv = config.micro_batch * config.seq_len * 2 * model.kv_dim / layout.tp * config.compute_bytes
     group = network.group(layout.cp, layout.tp)
     if config.parallel.context_parallel_method == "ring":
         return RING_EXPOSED * 3.0 * group.all_gather_s(kv, layout.cp)

@@ -68,7 +68,7 @@ def _tensor_bytes(layout: Layout, workload: RankWorkload) -> float:
 def _context_bytes(layout: Layout, workload: RankWorkload) -> float:
     """Return the bytes that a rank receives and sends per layer and step: keys and values, and their gradients."""
     config, model = workload.config, workload.model
-    width = 2 * model.kv_heads * (model.dim // model.heads) / layout.tp
+    width = 2 * model.kv_dim / layout.tp
     chunk = config.micro_batch * config.seq_len / layout.cp * width * config.compute_bytes
     return config.grad_accum * 2 * chunk * (layout.cp - 1)
 

@@ -134,16 +134,15 @@ def alignment_notes(
     """
     if device != "cuda" or precision not in _ALIGNMENT or model.entry or model.kind == "convnet":
         return [], []
-    head = model.dim // model.heads
     sizes = {
         "model.dim": model.dim,
-        "model.kv_heads x head": model.kv_heads * head // layout.tp,
+        "model.kv_heads x head": model.kv_dim // layout.tp,
         "model.ffn_dim": model.hidden // layout.tp,
         "model.vocab_size": model.vocab_size // layout.tp,
         "micro_batch x data.seq_len": micro_batch * data.seq_len // layout.cp,
     }
     if precision != "fp8":  # fp8 applies to Linear layers, not to attention
-        sizes["model.dim / model.heads"] = head
+        sizes["model.head_dim" if model.head_dim else "model.dim / model.heads"] = model.head_size
     required, preferred = _ALIGNMENT[precision]
     per_rank = f", per rank with tp {layout.tp}" if layout.tp > 1 else ""
     misaligned = [

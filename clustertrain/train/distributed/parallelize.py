@@ -18,11 +18,16 @@ from clustertrain.train.distributed import block_transforms, data_parallel, drop
 from clustertrain.train.distributed.mesh import ProcessGroups
 
 
-def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int) -> nn.Module:
+def parallelize(
+    model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int, *, will_load: bool = False
+) -> nn.Module:
     """Return ``model`` on the device in the plan's layout.
 
     Parameters on the meta device are filled by the model's ``init_parameter(name, tensor, generator)``, each in full
     from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
+
+    Args:
+        will_load: the caller loads all parameters afterwards, so they are neither filled nor broadcast.
 
     Raises:
         ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
@@ -31,7 +36,7 @@ def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, s
     layout = context.layout
     on_meta = any(p.is_meta for p in model.parameters())
     if on_meta:
-        _check_meta(model)
+        _check_meta(model, will_load=will_load)
     elif groups.mesh is not None and (layout.is_fully_sharded or layout.is_model_parallel):
         _broadcast_from_rank0(model.to(context.device))
     full_model = model
@@ -62,7 +67,7 @@ def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, s
         _move_to_device(
             model_part, context.device, layout.offload and layout.is_fully_sharded and data_mesh is not None
         )
-        if on_meta:
+        if on_meta and not will_load:
             _init_parameters(model_part, full_model, seed, context.device)
     if pipeline_mesh is not None:
         return pipeline.Pipeline(model_parts, full_model, context, pipeline_mesh)
@@ -71,8 +76,8 @@ def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, s
     return model
 
 
-def _check_meta(model: nn.Module) -> None:
-    if not callable(getattr(model, "init_parameter", None)):
+def _check_meta(model: nn.Module, *, will_load: bool) -> None:
+    if not will_load and not callable(getattr(model, "init_parameter", None)):
         raise ConfigError(
             f"{type(model).__name__} is on the meta device and has no init_parameter(name, tensor, generator)",
             fix="add the method, or build the model on the CPU",

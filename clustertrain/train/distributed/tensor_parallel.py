@@ -38,10 +38,11 @@ STYLES: Mapping[str, str] = {
     "embedding": "an Embedding split by rows; takes all indices, returns the residual stream",
     "gather": "takes the residual stream, gathered once for all colwise layers inside",
     "sequence": "works on the residual stream without gathering (norms)",
+    "heads": "works on this rank's heads, (batch, length, heads, head_dim), each alike (norms of queries and keys)",
     "replicated": "works on full tensors, the same on each rank",
     "head": "a Linear, or a module that takes the weight, split by outputs; returns logits, split for loss_parallel",
 }
-_RECURSIVE_STYLES = ("sequence", "replicated")
+_RECURSIVE_STYLES = ("sequence", "heads", "replicated")
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, nn.Module, str]]:
@@ -192,6 +193,7 @@ def _style_builders(context: RankContext) -> dict[str, Callable[[nn.Module], lis
         "embedding": lambda _: [_Rowwise(input_layouts=Replicate(), output_layouts=stream)],
         "gather": lambda _: [_GatherInput(stream)],
         "sequence": lambda _: [_ReplicateParameters(stream)],
+        "heads": lambda _: [_ReplicateParameters(Shard(2))],
         "replicated": lambda _: [_ReplicateParameters(Replicate())],
         "head": head,
     }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.config.model import ModelSpec
+from clustertrain.config.model import Activation, ModelSpec, RopeScalingSpec
 from clustertrain.train.distributed.context_parallel import SelfAttention
 from clustertrain.train.distributed.dropout import Dropout
 
@@ -20,9 +22,10 @@ class RotaryTable:
     They are not buffers: a model built on the meta device would have to refill them, and checkpoints would store them.
     """
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScalingSpec | None = None) -> None:
         self._head_dim = head_dim
         self._theta = theta
+        self._scaling = scaling or RopeScalingSpec()
         self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get(self, length: int, device: torch.device, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,10 +33,25 @@ class RotaryTable:
         end = first + length
         if self._cached is None or self._cached[0].shape[0] < end or self._cached[0].device != device:
             exponent = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float32) / self._head_dim
-            angles = torch.outer(torch.arange(end, device=device, dtype=torch.float32), self._theta**-exponent)
+            frequencies = scale_frequencies(self._theta**-exponent, self._scaling)
+            angles = torch.outer(torch.arange(end, device=device, dtype=torch.float32), frequencies)
             self._cached = angles.cos(), angles.sin()
         cos, sin = self._cached
         return cos[first:end], sin[first:end]
+
+
+def scale_frequencies(frequencies: torch.Tensor, scaling: RopeScalingSpec) -> torch.Tensor:
+    """Return rotary ``frequencies`` (head_dim / 2), in radians per position, for an extended context."""
+    if scaling.kind == "none":
+        return frequencies
+    scaled = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return scaled
+    # Periods of each frequency in the original context: the fewer, the more its frequency is scaled.
+    periods = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_share = ((periods - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept_share) * scaled + kept_share * frequencies
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -43,47 +61,67 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMS norm that multiplies by 1 + weight, in fp32 as in Gemma."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+def build_norm(spec: ModelSpec, size: int) -> nn.RMSNorm:
+    return (OffsetRMSNorm if spec.norm_offset else nn.RMSNorm)(size, eps=spec.norm_eps)
+
+
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
         super().__init__()
-        self.head_dim = spec.dim // spec.heads
+        self.head_dim = spec.head_size
         self.table = table
-        self.q = nn.Linear(spec.dim, spec.heads * self.head_dim, bias=False)
-        self.k = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
+        self.q = nn.Linear(spec.dim, spec.attention_dim, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.dim, spec.kv_dim, bias=spec.qkv_bias)
+        self.v = nn.Linear(spec.dim, spec.kv_dim, bias=spec.qkv_bias)
+        self.q_norm = build_norm(spec, self.head_dim) if spec.qk_norm else nn.Identity()
+        self.k_norm = build_norm(spec, self.head_dim) if spec.qk_norm else nn.Identity()
         self.core = SelfAttention(causal=causal)
-        self.out = nn.Linear(spec.heads * self.head_dim, spec.dim, bias=False)
+        self.out = nn.Linear(spec.attention_dim, spec.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         cos, sin = self.table.get(length, x.device, self.core.first_position(length))
         # -1: tensor parallelism splits the heads, so this rank's projections may have fewer.
-        q = rotate(self.q(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
-        k = rotate(self.k(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
+        q = rotate(self.q_norm(self.q(x).view(batch, length, -1, self.head_dim)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k(x).view(batch, length, -1, self.head_dim)).transpose(1, 2), cos, sin)
         v = self.v(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         y: torch.Tensor = self.core(q, k, v)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
 
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
 class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
         self.gate = nn.Linear(spec.dim, spec.hidden, bias=False)
         self.up = nn.Linear(spec.dim, spec.hidden, bias=False)
         self.down = nn.Linear(spec.hidden, spec.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        out: torch.Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return out
 
 
 class TransformerBlock(nn.Module):
     def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.attention_norm = build_norm(spec, spec.dim)
         self.attention = Attention(spec, table, causal=causal)
-        self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.ffn_norm = build_norm(spec, spec.dim)
         self.ffn = FeedForward(spec)
         # Two modules, because the mask is derived from the module's name.
         self.dropout1, self.dropout2 = Dropout(spec.dropout), Dropout(spec.dropout)
@@ -97,11 +135,12 @@ class TransformerBlock(nn.Module):
 def init_transformer_parameter(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Initialize the full parameter ``name`` of a transformer of :class:`TransformerBlock`.
 
-    Norms start at 1, other weights are drawn from a normal distribution with standard deviation 0.02. Projections into
-    the residual stream are scaled down with depth, so that its variance does not grow with the number of layers.
+    Norms multiply by 1 at the start and biases add 0. Other weights are drawn from a normal distribution with standard
+    deviation 0.02. Projections into the residual stream are scaled down with depth, so that its variance does not grow
+    with the number of layers.
     """
-    if name.endswith("norm.weight"):
-        tensor.fill_(1.0)
+    if name.endswith(("norm.weight", ".bias")):
+        tensor.fill_(0.0 if spec.norm_offset or name.endswith(".bias") else 1.0)
         return
     residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
     deviation = 0.02 / math.sqrt(2 * spec.layers) if residual else 0.02
@@ -122,7 +161,7 @@ class Decoder(nn.Module):
     length, dim), and without ``embed`` it takes them as input.
     """
 
-    tp_plan: ClassVar[dict[str, str]] = {
+    TP_PLAN: ClassVar[dict[str, str]] = {
         "embed": "embedding",
         "layers.*.attention_norm": "sequence",
         "layers.*.attention": "gather",
@@ -140,12 +179,13 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
+        self.tp_plan = {**self.TP_PLAN, **({"layers.*.attention.[qk]_norm": "heads"} if spec.qk_norm else {})}
+        table = RotaryTable(spec.head_size, spec.rope_theta, spec.rope_scaling)
         self.embed: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = Dropout(spec.dropout)
         # A dict, so that layers keep their names in a pipeline stage that holds only some.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(spec, table) for i in range(spec.layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.norm: nn.RMSNorm | None = build_norm(spec, spec.dim)
         head = TiedHead() if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.head: nn.Module | None = head
 
@@ -173,7 +213,10 @@ class Decoder(nn.Module):
             samples = samples.to(tokens.device, non_blocking=True)
         if not tokens.is_floating_point():
             assert self.embed is not None
-            x = self.dropout(self.embed(tokens), samples)
+            x = self.embed(tokens)
+            if self.spec.scale_embeddings:
+                x = x * torch.tensor(self.spec.dim**0.5, dtype=x.dtype, device=x.device)
+            x = self.dropout(x, samples)
         for layer in self.layers.values():
             x = layer(x, samples)
         if self.norm is None:

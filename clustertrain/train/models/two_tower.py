@@ -23,7 +23,7 @@ class Tower(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
+        table = RotaryTable(spec.head_size, spec.rope_theta)
         self.embed = nn.Embedding(spec.vocab_size, spec.dim)
         self.layers = nn.ModuleList(TransformerBlock(spec, table, causal=False) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)

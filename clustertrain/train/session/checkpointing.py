@@ -121,6 +121,15 @@ class SessionCheckpointer:
 
     # -- restore and roll back
 
+    def has_committed(self) -> bool:
+        """Return whether the run has a committed checkpoint, as far as rank 0 sees before :meth:`open`. Collective."""
+        folder = self._folder
+        has_any: bool = Ranks(self._ranks_group).run_on_rank0(
+            lambda: folder is not None and checkpointing_config.has_committed(self._context, folder),
+            f"{folder}: the checkpoints cannot be listed",
+        )
+        return has_any
+
     def restore(self, state: dict[str, Any], seed: int) -> int:
         """Load the newest valid checkpoint into ``state`` and return its step, or 0 without one.
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import platform
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from clustertrain import fsio, settings
 from clustertrain.checkpoint.core.interval import CheckpointInterval, FailureHistory, count_failures
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format.fence import Fence
+from clustertrain.checkpoint.format.manifest import has_commit_marker, list_checkpoint_folders
 from clustertrain.checkpoint.load.restore import LocalTier, RemoteTier
 from clustertrain.checkpoint.manager import CheckpointConfig
 from clustertrain.config.checkpoint import AUTO, KEEP_BEST_AUTO, CheckpointSpec
@@ -22,6 +24,7 @@ from clustertrain.config.checks.storage_paths import resolve_node_folder
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run import attempts
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.session import resume_check
@@ -129,11 +132,22 @@ def _build_local_tier(context: RankContext) -> LocalTier | None:
     return LocalTier(root, is_node_leader=context.local_rank == 0)
 
 
+def has_committed(context: RankContext, folder: Path) -> bool:
+    """Return whether ``folder`` has a committed checkpoint, or an earlier attempt of the run has committed one."""
+    return any(map(has_commit_marker, list_checkpoint_folders(folder))) or (
+        context.run is not None and _have_attempts_committed(context.run)
+    )
+
+
+def _have_attempts_committed(run: RunDir) -> bool:
+    return any(a.committed_step is not None for a in attempts.load_attempts(run)[:-1])
+
+
 def _build_remote_tier(context: RankContext, policy: RetentionPolicy) -> RemoteTier | None:
     spec, run = _checkpoint_spec(context), context.run
     if not spec.remote or run is None:
         return None
-    is_required = context.rank == 0 and any(a.committed_step is not None for a in attempts.load_attempts(run)[:-1])
+    is_required = context.rank == 0 and _have_attempts_committed(run)
     policy = dataclasses.replace(policy, keep=spec.remote_keep or policy.keep)
     return RemoteTier(f"{spec.remote.rstrip('/')}/{run.id}", policy, is_required)
 

@@ -15,6 +15,8 @@ from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info
+from clustertrain.train.session import pretrained
+from clustertrain.train.session.pretrained import PretrainedWeights
 from clustertrain.train.session.runtime import SessionRuntime
 from clustertrain.train.stability import warnings
 from clustertrain.train.stability.monitor import StabilityMonitor
@@ -43,9 +45,13 @@ class PreparedModel:
 
 
 def prepare_model(
-    runtime: SessionRuntime, model: nn.Module, freeze: Sequence[str], unfreeze: Iterable[tuple[int, Sequence[str]]]
+    runtime: SessionRuntime,
+    model: nn.Module,
+    freeze: Sequence[str],
+    unfreeze: Iterable[tuple[int, Sequence[str]]],
+    weights: PretrainedWeights | None = None,
 ) -> PreparedModel:
-    """Freeze and parallelize ``model``; see ``Session.parallelize``. Collective.
+    """Freeze and parallelize ``model``, and load its ``weights``; see ``Session.parallelize``. Collective.
 
     Raises:
         ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
@@ -53,7 +59,9 @@ def prepare_model(
     param_table = param_info.build_param_table(model)
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
-    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed)
+    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
+    if weights is not None:
+        pretrained.load_unless_resuming(runtime, parallelized, weights)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,9 @@ class SessionState:
     train_step: TrainStep | None = None
     eval_results: dict[str, float] = field(default_factory=dict)
     """Results of the evaluation in the current step; empty if there was none."""
+    load_initial_weights: Callable[[], None] | None = None
+    """Loads the pretrained weights, which the checkpoint to resume from replaces; called if there is none after
+    all."""
     is_finished: bool = False
     """A loop has done all its steps."""
 

@@ -26,7 +26,7 @@ from clustertrain.train.evaluation.metrics import MetricFn
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.optim import build, param_groups, registry
 from clustertrain.train.optim.lr_schedule import unscaled_lr
-from clustertrain.train.session import evaluation_api
+from clustertrain.train.session import evaluation_api, pretrained
 from clustertrain.train.session.metrics_writer import Scalar
 from clustertrain.train.session.model_setup import PreparedModel, build_train_step, prepare_model
 from clustertrain.train.session.runtime import (
@@ -75,6 +75,7 @@ class Session:
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
         self._state = SessionState()
+        self._pretrained: pretrained.PretrainedWeights | None = None
         self._prepared_model: PreparedModel | None = None
         self._runtime: SessionRuntime | None = None
 
@@ -136,6 +137,28 @@ class Session:
     def tokens_per_step(self, tokens: int) -> None:
         self._state.tokens_per_step = tokens
 
+    def load_pretrained(
+        self, model: nn.Module, path: str | Path, *, rename: Callable[[str], str] | None = None
+    ) -> nn.Module:
+        """Have :meth:`parallelize` load the weights of ``model`` from safetensors, and return ``model``. Call it first.
+
+        The model may be on the meta device: each rank then reads only its own part of the weights. They are converted
+        to the model's dtypes. Nothing is read if the run resumes from a checkpoint. Collective.
+
+        Args:
+            path: a safetensors file, or a folder with one or with several and their index, as ``save_pretrained``
+                writes it.
+            rename: returns the name in the file for the name of a tensor in ``model.state_dict()``; default: the same.
+
+        Raises:
+            NotFound: a file is missing.
+            ConfigError: a file is damaged, or its tensors are not those of the model; all differences are listed.
+        """
+        self._pretrained = pretrained.name_weights(model, Path(path), rename)
+        if not get_runtime(self).checkpointer.has_committed():
+            self._pretrained.check()
+        return model
+
     def parallelize(
         self,
         model: nn.Module,
@@ -146,8 +169,9 @@ class Session:
     ) -> nn.Module:
         """Return ``model`` on the device, replicated or sharded as planned. Build the optimizer afterwards. Collective.
 
-        A model on the meta device is initialized by its ``init_parameter(name, tensor, generator)``; for any other
-        model rank 0's values are broadcast. A model in pipeline stages cannot be called: :meth:`train_step` drives it.
+        After :meth:`load_pretrained`, the model's weights are read from its files. Otherwise a model on the meta device
+        is initialized by its ``init_parameter(name, tensor, generator)``; for any other model rank 0's values are
+        broadcast. A model in pipeline stages cannot be called: :meth:`train_step` drives it.
 
         Args:
             tp_plan: how tensor parallelism splits the model: a style by module name pattern, such as
@@ -162,7 +186,8 @@ class Session:
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
-        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze)
+        weights = self._pretrained if self._pretrained is not None and self._pretrained.model is model else None
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, weights)
         self._state.model = self._prepared_model.model
         return self._prepared_model.model
 

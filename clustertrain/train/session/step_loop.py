@@ -92,6 +92,9 @@ class StepLoop:
     def _restore(self) -> None:
         with self._runtime.progress.in_phase(heartbeat.RESTORE):
             self._start_step = self._session_state.step = self._checkpointer.restore(self._state, self._runtime.seed)
+            if self._start_step == 0 and self._session_state.load_initial_weights is not None:
+                self._session_state.load_initial_weights()
+            self._session_state.load_initial_weights = None
         self._eval_caught_up = self._run_missed_evaluation()
 
     def _roll_back(self, rollback: Rollback, target: RollbackTarget) -> None:

@@ -53,7 +53,7 @@ def main() -> int:
     plan = {"layers.*.attention.out": "colwise"}
     with (
         mock.patch.object(tensor_parallel, "check", lambda model, context: None),
-        mock.patch.dict("clustertrain.train.models.decoder.Decoder.tp_plan", plan),
+        mock.patch.dict("clustertrain.train.models.decoder.Decoder.TP_PLAN", plan),
     ):
         wrong_shapes = trace(tensor_parallel_cell)
     cells = [cell for cell in draw_cells() if cell.model in ("125m", "400m") and cell.layout.pp == 1][:2]

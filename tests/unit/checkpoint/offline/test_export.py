@@ -20,8 +20,8 @@ from clustertrain.checkpoint.format import dtypes
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.offline import export as exporting
-from clustertrain.checkpoint.offline import huggingface
 from clustertrain.checkpoint.offline.export import ExportRequest, export_checkpoint
+from clustertrain.config.huggingface import families, tensor_names
 from clustertrain.errors import CheckpointError, ConfigError, NotFound, UsageError
 from clustertrain.train.models.decoder import Decoder
 from tests.unit.checkpoint.saved import change_index, decoder, recipe_of, save
@@ -78,8 +78,8 @@ def test_names_and_shapes_match_transformers(preset: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     recipe = recipe_of(preset=preset)
-    tensors = huggingface.llama_tensors(recipe.model)
-    config = LlamaConfig.from_dict(huggingface.llama_config(recipe.model, recipe.data.seq_len, "float32"))
+    tensors = tensor_names.list_tensors(recipe.model)
+    config = LlamaConfig.from_dict(families.build_config(recipe.model, recipe.data.seq_len, "float32"))
     with torch.device("meta"):
         ours, theirs = Decoder(recipe.model), LlamaForCausalLM(config)
     assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == {k: shape for k, (_, shape) in tensors.items()}

@@ -1,0 +1,26 @@
+"""Check of the weights that a run starts from, before submission: names, shapes and dtypes in the files' headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clustertrain.checkpoint.format import safetensors_files
+from clustertrain.config.huggingface import tensor_names
+from clustertrain.submit.prepared_run import PreparedRun
+
+
+def check_pretrained(prepared: PreparedRun) -> str | None:
+    """Return a note on the weights of ``model.init``; None if the run starts from random ones.
+
+    Raises:
+        NotFound: a file is missing.
+        ConfigError: a file is damaged, or its tensors are not those of the model.
+    """
+    spec = prepared.spec.recipe.model
+    if not spec.init or prepared.spec.script is not None:
+        return None
+    files = safetensors_files.read_weight_files(Path(spec.init))
+    expected = dict(tensor_names.list_tensors(spec).values())
+    safetensors_files.check_tensors(files, expected, "the recipe's decoder")
+    stored = ", ".join(sorted({files.tensors[name].dtype for name in expected}))
+    return f"weights: {len(expected)} tensors from {spec.init}, {stored}"
