@@ -27,6 +27,7 @@ import msgspec
 from clustertrain.checkpoint.core.retention import read_marker
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, compare_blocks
 from clustertrain.checkpoint.format.manifest import (
+    DamagedCheckpoint,
     ShardRecord,
     has_commit_marker,
     list_checkpoint_folders,
@@ -34,6 +35,7 @@ from clustertrain.checkpoint.format.manifest import (
 )
 from clustertrain.checkpoint.format.shard_io import read_into
 from clustertrain.checkpoint.format.staged_segments import MIN_FROZEN_BYTES, Segment, SegmentLocation
+from clustertrain.checkpoint.format.storage_errors import warn_once
 from clustertrain.checkpoint.save.engines import get_engine
 from clustertrain.checkpoint.save.writer_jobs import WriteJob
 from clustertrain.errors import CheckpointError
@@ -66,8 +68,8 @@ class SavedPart:
     """By file name."""
     shards: Mapping[tuple[str, tuple[int, ...]], SavedShard]
     """By tensor and start."""
-    marker: str | None = None
-    """The commit marker, by which a checkpoint is recognized; None for a part on a node's own disk."""
+    marker: str | None
+    """The commit marker, by which a checkpoint is recognized."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +166,15 @@ def link_file(folder: Path, saved: SavedPart, name: str, shards: Collection[Shar
         os.link(saved.folder / name, target)
         if _is_expected(target, saved, name):
             return True
-        reason = "it has changed"
+        log.warning("%s has changed, so its bytes are written again", saved.folder / name)
     except OSError as e:
-        reason = e.strerror or str(e)
+        warn_once(log, f"{saved.folder.parent}: no files of older checkpoints can be linked: {e.strerror or e}")
+    except DamagedCheckpoint as e:
+        log.warning("%s; checkpoints that share this file are damaged, the new one gets its own", e.message)
     except CheckpointError as e:
-        reason = e.message
+        log.warning("%s; its bytes are written again", e.message)
     with suppress(OSError):
         target.unlink(missing_ok=True)
-    log.warning("%s cannot be linked, so its bytes are written again: %s", saved.folder / name, reason)
     return False
 
 
@@ -189,4 +192,4 @@ def _is_expected(target: Path, saved: SavedPart, name: str) -> bool:
     """Return whether a new link is a whole file of ``saved``, and not of a checkpoint that has replaced it since."""
     target_stat = target.lstat()
     is_whole = stat.S_ISREG(target_stat.st_mode) and target_stat.st_size == saved.sizes[name]
-    return is_whole and (saved.marker is None or read_marker(saved.folder) == saved.marker)
+    return is_whole and read_marker(saved.folder) == saved.marker

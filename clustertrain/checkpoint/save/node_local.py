@@ -32,7 +32,7 @@ from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.format import checksums
 from clustertrain.checkpoint.format.manifest import ShardRecord
 from clustertrain.checkpoint.format.shard_io import read_into
-from clustertrain.checkpoint.format.storage_errors import StorageError
+from clustertrain.checkpoint.format.storage_errors import StorageError, warn_once
 from clustertrain.checkpoint.save import commit, links
 from clustertrain.checkpoint.save.commit import PartRecord
 from clustertrain.checkpoint.save.engines import Engine, get_engine
@@ -82,7 +82,9 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
             _make_room(folder, writer_engine, job.rank, in_use, keep_newest=0)
             _write_part(folder, job, memory)
     except OSError as e:
-        _warn_once(f"{folder.parent}: cannot be used: {e.strerror or e}; checkpoints go straight to the shared folder")
+        warn_once(
+            log, f"{folder.parent}: cannot be used: {e.strerror or e}; checkpoints go straight to the shared folder"
+        )
         _remove_part(folder, writer_engine, job.rank)
         return False
     fault_points.fault_point("after_local_write", job.rank)
@@ -122,15 +124,6 @@ def _write_part(folder: Path, job: WriteJob, memory: memoryview) -> None:
     if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # fail before writing anything
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     commit.mark_part_done(folder, job.rank, commit.write_part(folder, job, memory, None))
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        log.warning("%s", message)
 
 
 def copy_to_shared(job: WriteJob) -> int:
