@@ -27,7 +27,6 @@ import msgspec
 from clustertrain.checkpoint.core.retention import read_marker
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, compare_blocks
 from clustertrain.checkpoint.format.manifest import (
-    DamagedCheckpoint,
     ShardRecord,
     has_commit_marker,
     list_checkpoint_folders,
@@ -160,21 +159,21 @@ def link_file(folder: Path, saved: SavedPart, name: str, shards: Collection[Shar
     """
     if not 0 < saved.sizes.get(name, 0) <= 2 * sum(s.nbytes for s in shards):
         return False
-    target = folder / name
+    path, target = saved.folder / name, folder / name
     try:
         _verify_some(saved, name, shards)
-        os.link(saved.folder / name, target)
-        if _is_expected(target, saved, name):
+        os.link(path, target)
+        if _is_whole(target, saved.sizes[name]) and _still_exists(saved):
             return True
-        log.warning("%s has changed, so its bytes are written again", saved.folder / name)
+        problem = f"{path}: is not the file that was written"
     except OSError as e:
-        warn_once(log, f"{saved.folder.parent}: no files of older checkpoints can be linked: {e.strerror or e}")
-    except DamagedCheckpoint as e:
-        log.warning("%s; checkpoints that share this file are damaged, the new one gets its own", e.message)
+        problem = f"{saved.folder.parent}: no files of older checkpoints can be linked: {e.strerror or e}"
     except CheckpointError as e:
-        log.warning("%s; its bytes are written again", e.message)
+        problem = e.message
     with suppress(OSError):
         target.unlink(missing_ok=True)
+    if _still_exists(saved):  # otherwise it was deleted or replaced meanwhile, which is no problem
+        warn_once(log, f"{problem}; the new checkpoint has its own copy")
     return False
 
 
@@ -188,8 +187,13 @@ def _verify_some(saved: SavedPart, name: str, shards: Collection[ShardRecord]) -
         read_into(buffer[: min(BLOCK_BYTES, shard.nbytes - low)], saved.folder, shard, low, alone=True)
 
 
-def _is_expected(target: Path, saved: SavedPart, name: str) -> bool:
-    """Return whether a new link is a whole file of ``saved``, and not of a checkpoint that has replaced it since."""
+def _is_whole(target: Path, size: int) -> bool:
     target_stat = target.lstat()
-    is_whole = stat.S_ISREG(target_stat.st_mode) and target_stat.st_size == saved.sizes[name]
-    return is_whole and read_marker(saved.folder) == saved.marker
+    return stat.S_ISREG(target_stat.st_mode) and target_stat.st_size == size
+
+
+def _still_exists(saved: SavedPart) -> bool:
+    """Return whether no other checkpoint has replaced ``saved``; after a link, it is then one of its files."""
+    with suppress(OSError, CheckpointError):
+        return read_marker(saved.folder) == saved.marker
+    return False

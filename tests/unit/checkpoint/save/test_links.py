@@ -252,7 +252,7 @@ def test_damage_is_found_within_a_few_saves_and_written_again(
         saved = save(root, state, step)
         written.append(saved.written == saved.bytes)
     assert written.count(True) == 1
-    assert "checksum of bytes" in caplog.text and "the new one gets its own" in caplog.text
+    assert "checksum of bytes" in caplog.text and "the new checkpoint has its own copy" in caplog.text
     assert inspect.find_damage(index.step_folder(root, 1 + links.VERIFIED_FRACTION)) == []
 
 
@@ -289,7 +289,8 @@ def test_a_failing_link_writes_the_bytes(
     for step in (6, 9):
         saved = save(root, state, step)
         assert saved.written == saved.bytes
-    message = f"{root}: no files of older checkpoints can be linked: {os.strerror(code)}"
+    reason = f"no files of older checkpoints can be linked: {os.strerror(code)}"
+    message = f"{root}: {reason}; the new checkpoint has its own copy"
     assert [r.message for r in caplog.records] == [message]  # not with every save
     for step in (3, 6):
         shutil.rmtree(index.step_folder(root, step))
@@ -297,7 +298,7 @@ def test_a_failing_link_writes_the_bytes(
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile(
-    root: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    root: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(root, state, 3)
     link = os.link
@@ -309,6 +310,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile(
     monkeypatch.setattr(os, "link", delete_first)
     saved = save(root, state, 6)
     assert saved.written == saved.bytes and restored_step(root, state) == 6
+    assert caplog.records == []
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile(
