@@ -6,7 +6,8 @@ changes by the minute. A restore reads what was saved in the same round, and not
 stall    of the first save, with memory reserved beforehand (as the session does during training after the first step),
          against a copy into new memory; of later saves against a copy into existing memory; of both against the peers.
          A peer that saves in the background stalls until its call returns, any other until it has saved
-write    bytes per second to the disk, from the call to the commit, against one file per rank and an fsync
+write    bytes per second to the disk, from the call to the commit, against one file per rank and an fsync; of frozen
+         parameters the later save, which links the file of the first, against the first
 restore  with checksums, against reading as many bytes with as many processes
 layout   restoring what other ranks have saved, or into shards of the other dimension, against the same layout
 steps    during a save, against steps without one: with a core left for it, and with all cores busy
@@ -82,7 +83,7 @@ _PEERS = (writers.DCP, writers.DCP_THREAD, writers.DCP_KEPT, writers.DCP_PROCESS
           writers.TORCH_SAVE)  # fmt: skip
 _PREPARED = (writers.DCP_KEPT, writers.DCP_PROCESS)  # compared only with a later save
 _ENGINES = (writers.OF_DCP, writers.OF_TORCHSNAPSHOT)
-_NO_GOAL = (*_ENGINES, readers.DCP_LOAD, readers.TS_RESTORE)
+_NO_GOAL = (*_ENGINES, writers.FROZEN, readers.DCP_LOAD, readers.TS_RESTORE)
 COMPARISONS = (
     Comparison(FIRST_LABEL, STALL, writers.FIRST, writers.CLONE, Goal(1.3, "at most")),
     Comparison(LATER_LABEL, STALL, writers.LATER, writers.COPY, Goal(1.3, "at most")),
@@ -90,6 +91,7 @@ COMPARISONS = (
     *(Comparison(LATER_LABEL, STALL, writers.LATER, p, _BEAT_PEER) for p in _PEERS),
     Comparison("bytes/s to the disk", DURABLE, writers.LATER, writers.RAW_WRITE, Goal(0.9, "at least")),
     *(Comparison("bytes/s to the disk", DURABLE, e, writers.RAW_WRITE, None) for e in _ENGINES),
+    Comparison("a save of what has not changed", DURABLE, writers.FROZEN_LATER, writers.FROZEN, None),
     Comparison("bytes/s restored", READ, readers.RESTORE, readers.RAW_READ, Goal(0.8, "at least")),
     Comparison("restore of other ranks' files", READ, readers.OTHER_RANKS, readers.RESTORE, Goal(1.3, "at most")),
     Comparison("restore into Shard(1)", READ, readers.OTHER_DIM, readers.RESTORE, Goal(1.3, "at most")),

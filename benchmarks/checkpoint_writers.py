@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -44,6 +45,7 @@ FIRST, LATER = "clustertrain, first", "clustertrain"
 DCP, DCP_THREAD, DCP_KEPT = "dcp.save", "dcp.async_save", "dcp.async_save, stager kept"
 DCP_PROCESS = "dcp.async_save, process, stager kept in shared memory"
 TAKE, ASYNC_TAKE, TORCH_SAVE = "torchsnapshot.take", "torchsnapshot.async_take", "torch.save"
+FROZEN, FROZEN_LATER = "clustertrain, all frozen, first", "clustertrain, all frozen"
 OF_DCP, OF_TORCHSNAPSHOT = "clustertrain, engine dcp", "clustertrain, engine torchsnapshot"
 
 
@@ -78,6 +80,7 @@ class Writers:
             COPY: self._copy,
             LATER: self._ours,
             RAW_WRITE: self._raw_write,
+            FROZEN: self._frozen,
             OF_DCP: lambda folder: self._other_engine(folder, OF_DCP, "dcp"),
             OF_TORCHSNAPSHOT: lambda folder: self._other_engine(folder, OF_TORCHSNAPSHOT, "torchsnapshot"),
             DCP: self._dcp,
@@ -133,19 +136,29 @@ class Writers:
         manager.close()
         return seconds
 
-    def _manager(self, folder: Path, engine: str = "raw") -> CheckpointManager:
+    def _frozen(self, folder: Path) -> dict[str, Seconds]:
+        """Save as many bytes, all of which are frozen parameters: the later save links them."""
+        tensors = [t for group in self._state.nested().values() for t in group.values()]
+        frozen = nn.ParameterList([nn.Parameter(t, requires_grad=False) for t in tensors if t.is_floating_point()])
+        objects = {"base": frozen, "trained": {"steps": torch.zeros(1)}}
+        manager = self._manager(folder, objects=objects)
+        seconds = {name: self._one_save(manager, step, objects) for step, name in ((1, FROZEN), (2, FROZEN_LATER))}
+        manager.close()
+        return seconds
+
+    def _manager(self, folder: Path, engine: str = "raw", objects: dict[str, Any] | None = None) -> CheckpointManager:
         """Return a manager as in a session some steps after the first: with its process and its memory."""
         manager = make_manager(folder, self._own, engine=engine)
         manager.start()
         before = set(threading.enumerate())
-        manager.reserve(self._state.objects, rank_state())
+        manager.reserve(objects or self._state.objects, rank_state())
         for thread in set(threading.enumerate()) - before:
             thread.join()
         return manager
 
-    def _one_save(self, manager: CheckpointManager, step: int) -> Seconds:
+    def _one_save(self, manager: CheckpointManager, step: int, objects: dict[str, Any] | None = None) -> Seconds:
         watch = Stopwatch(self._team)
-        manager.save(step, self._state.objects, rank_state())
+        manager.save(step, objects or self._state.objects, rank_state())
         watch.lap("stall")
         manager.wait_for_saves()
         watch.lap("durable")

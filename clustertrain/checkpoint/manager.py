@@ -77,6 +77,8 @@ class SaveResult:
     path: Path
     bytes: int
     """Size of all its files."""
+    written: int
+    """Size of those that were written, and not linked from an earlier checkpoint."""
     stall_s: float
     """Seconds for which training waited."""
     save_s: float
@@ -274,13 +276,13 @@ class CheckpointManager:
                 if not deadline_passed:
                     self._ranks.run_on_rank0(lambda: self._discard_folder(pending), error_prefix)
                 raise error_from_failures(error_prefix, failures)
-            size, save_s = self._ranks.run_on_rank0(lambda: _commit_result(pending), error_prefix)
+            size, written, save_s = self._ranks.run_on_rank0(lambda: _commit_result(pending), error_prefix)
         except DeadlineExceeded:
             deadline_passed = True
             raise
         finally:
             self._deadline_missed = self._deadline_missed or deadline_passed
-        saved = self._build_result(pending, size, save_s)
+        saved = self._build_result(pending, size, written, save_s)
         self._notify_commit(saved)
         return saved
 
@@ -288,10 +290,10 @@ class CheckpointManager:
         folders.discard(Path(pending.write.folder))
         check_fence(self._config.fence)  # a newer attempt removes the folder that the ranks are writing to
 
-    def _build_result(self, pending: PendingSave, size: int, save_s: float) -> SaveResult:
+    def _build_result(self, pending: PendingSave, size: int, written: int, save_s: float) -> SaveResult:
         reason = pending.commit.reason if pending.commit is not None else "interval"
         path = step_folder(self._root, pending.step)
-        return SaveResult(pending.step, path, size, pending.stall_s, save_s, reason)
+        return SaveResult(pending.step, path, size, written, pending.stall_s, save_s, reason)
 
     def _notify_commit(self, saved: SaveResult) -> None:
         if saved.step not in self._reported_steps:
@@ -377,10 +379,10 @@ def _not_saved_prefix(root: Path, step: int) -> str:
     return f"{root}: the checkpoint of step {step} was not saved"
 
 
-def _commit_result(pending: PendingSave) -> tuple[int, float]:
-    """Return (bytes, seconds from the start of the save). Raise CheckpointError if the commit failed."""
+def _commit_result(pending: PendingSave) -> tuple[int, int, float]:
+    """Return (bytes, written bytes, seconds since the start of the save), or raise CheckpointError."""
     outcome = pending.committed
     assert outcome is not None
     if outcome.failure is not None:
         raise error_from_failures("", [outcome.failure])
-    return outcome.bytes, outcome.ended - pending.started
+    return outcome.bytes, outcome.written, outcome.ended - pending.started

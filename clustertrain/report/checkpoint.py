@@ -29,9 +29,13 @@ def format_size(num_bytes: float) -> str:
 
 
 def render_list(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Render the rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints` as a table."""
+    """Render the rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints` as a table.
+
+    If checkpoints share files, the column "new" has the bytes that no older one has: their sum is the space on disk.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("step", "size", "ranks"):
+    has_links = any(row["new_bytes"] not in (None, row["bytes"]) for row in rows)
+    for name in ("step", "size", *["new"] * has_links, "ranks"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("layout", overflow="fold")
     table.add_column("engine", no_wrap=True)
@@ -44,6 +48,7 @@ def render_list(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         cells = [
             str(row["step"]),
             format_size(row["bytes"]),
+            *[format_size(row["new_bytes"])] * has_links,
             ranks,
             _format_layout(row["layout"]),
             row["engine"] or "-",

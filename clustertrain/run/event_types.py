@@ -281,6 +281,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     save_s: float | None = None
     """Time from the call to the commit."""
     bytes: int | None = None
+    """Size of its files."""
+    written: int | None = None
+    """Bytes that were written; the others are in files that an earlier checkpoint has too."""
     reason: str | None = None
     """`interval`, `best`, `stop`, `end`."""
     path: str | None = None

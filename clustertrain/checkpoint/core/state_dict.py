@@ -63,6 +63,8 @@ class LocalShard:
     """Another rank of the mesh has the same shard and writes it."""
     is_only_copy: bool = False
     """No other rank holds any element of this shard."""
+    is_frozen: bool = False
+    """A tensor of a module that is not trained, such as a frozen parameter or a buffer. It may change all the same."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,8 @@ def collect_state(state: StateTree, rank_state: StateTree, rank: int) -> Collect
             shard = to_local_shard(name, tensor_kind(value), t)
             if shard.placement == "equal" and not _is_identical_on_ranks(value, t):
                 shard = replace(shard, placement="first")
+            if isinstance(value, nn.Module) and not t.requires_grad:
+                shard = replace(shard, is_frozen=True)
             shards.append(shard)
     rank_tensors: dict[str, torch.Tensor] = {}
     # The names contain the rank: under a shared name, one rank's random state would be saved for all.

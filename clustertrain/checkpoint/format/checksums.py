@@ -12,9 +12,26 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def block_checksums(data: memoryview) -> str:
-    """Return the xxh3-64 of each block in hex, concatenated; an empty string for no bytes."""
-    return "".join(xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
+def block_checksums(data: memoryview, known: str = "") -> str:
+    """Return the xxh3-64 of each block in hex, concatenated; an empty string for no bytes.
+
+    Args:
+        known: those of the first blocks, which are not computed again.
+    """
+    first = len(known) // _HEX_DIGITS * BLOCK_BYTES
+    return known + "".join(
+        xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(first, len(data), BLOCK_BYTES)
+    )
+
+
+def compare_blocks(data: memoryview, block_hashes: str) -> str:
+    """Return the checksums of the blocks of ``data``, up to the first one that differs from ``block_hashes``."""
+    computed = ""
+    for i in range(0, len(data), BLOCK_BYTES):
+        computed += xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES])
+        if not block_hashes.startswith(computed[-_HEX_DIGITS:], len(computed) - _HEX_DIGITS):
+            break
+    return computed
 
 
 def shard_checksum(block_hashes: str) -> str:

@@ -2,6 +2,7 @@
 
 checkpoints/step-00000500/
   rank-0.bin rank-1.bin …   shards as raw bytes in C order (other engines have other files)
+  rank-0.frozen-0.bin …     shards that are not trained; may be hard links to the files of an earlier checkpoint
   manifest.json             the location and checksums of each shard
   COMMITTED                 checksum of the manifest; the last file written
 checkpoints/.step-00000500-<attempt>-<token>  a pending save, or the remains of a killed one; never read, even with its
@@ -103,6 +104,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: dict[str, Any]
     files: dict[str, int]
     """Sizes in bytes by file name."""
+    linked: tuple[str, ...] = ()
+    """Those of them that were linked from an earlier checkpoint instead of written."""
     tensors: tuple[TensorRecord, ...]
     values: dict[str, Any]
     """The state except tensors, encoded by :mod:`~clustertrain.checkpoint.core.json_tree`."""
@@ -111,6 +114,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def bytes(self) -> int:
         """Size of all data files."""
         return sum(self.files.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """Size of the data files that this save wrote."""
+        return self.bytes - sum(self.files[name] for name in {*self.linked} & self.files.keys())
 
 
 class CommitMarker(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ import msgspec
 
 from clustertrain.checkpoint.format.manifest import TensorKind
 
+MIN_FROZEN_BYTES = 1 << 20  # fewer bytes of a rank are not worth a file of their own
+
 # The keys in done-files are older than the names here.
 _SEGMENT_KEYS = {"chunk_shape": "part", "buffer_offset": "at"}
 
@@ -27,6 +29,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False, rename=_SEGME
     """Shape of the shard."""
     buffer_offset: int
     nbytes: int
+    is_frozen: bool = False
+    """Training is not expected to change it. An engine may write it into a file that later checkpoints link."""
 
 
 class SegmentLocation(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # gc: many, and no cycles

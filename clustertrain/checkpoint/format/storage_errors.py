@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -59,3 +60,13 @@ def with_retries(operation: Callable[[], T], target: object) -> T:
         return results[0]
     e = last_error[0]
     raise StorageError(f"{target}: {e.strerror or e}", full=e.errno in FULL_ERRNOS) from e
+
+
+_warned: set[str] = set()
+
+
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log a failure that every save would repeat."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("%s", message)

@@ -56,10 +56,12 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
         One row per checkpoint. ``verified`` is true if every byte was read and its checksum matches, and false if the
         checkpoint is known to be damaged; ``damage`` then says how. Otherwise it is null: ``verify`` was not requested,
         the checkpoint was never committed, or the file system returned the error in ``unreadable``. Values that a
-        damaged index does not reveal are also null.
+        damaged index does not reveal are also null. ``new_bytes`` are those in files that no row before it has: older
+        checkpoints may share them (hard links). It is null for a single checkpoint.
     """
     folders = [p for p in rollback.list_valid_folders(root) if step in (None, parse_step(p))]
-    rows = [(p, describe(p, verify=verify)) for p in folders]
+    seen_files: set[tuple[int, int]] | None = set() if step is None else None
+    rows = [(p, describe(p, verify=verify, seen_files=seen_files)) for p in folders]
     # An active run deletes old checkpoints after each save.
     existing = [(p, r) for p, r in rows if p.is_dir()]
     best = _find_best([p for p, _ in existing]) if step is None else None
@@ -101,25 +103,42 @@ def _find_best(folders: Sequence[F]) -> F | None:
     return min(comparable, key=lambda entry: entry[:2])[2]
 
 
-def _folder_bytes(folder: Folder) -> int:
+def _folder_bytes(folder: Folder, seen_files: set[tuple[int, int]]) -> tuple[int, int]:
+    """Return the bytes in ``folder``, and how many of them are in no file of ``seen_files``, to which they are added.
+
+    Args:
+        seen_files: devices and inodes of files that other checkpoints have too.
+    """
     if isinstance(folder, RemoteFolder):
-        return sum(with_retries(folder.sizes, folder).values())
-    size = 0
+        size = sum(with_retries(folder.sizes, folder).values())
+        return size, size
+    size = new = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                size += (Path(parent) / name).lstat().st_size
+                file_stat = (Path(parent) / name).lstat()
             except FileNotFoundError:  # being deleted
                 continue
-    return size
+            size += file_stat.st_size
+            new += 0 if (file_stat.st_dev, file_stat.st_ino) in seen_files else file_stat.st_size
+            if file_stat.st_nlink > 1:
+                seen_files.add((file_stat.st_dev, file_stat.st_ino))
+    return size, new
 
 
-def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
-    """Return the row of one checkpoint in :func:`list_checkpoints`."""
+def describe(folder: Folder, *, verify: bool = False, seen_files: set[tuple[int, int]] | None = None) -> dict[str, Any]:
+    """Return the row of one checkpoint in :func:`list_checkpoints`.
+
+    Args:
+        seen_files: devices and inodes of the files of older checkpoints, to which those of this one are added; None:
+            ``new_bytes`` stays null.
+    """
+    size, new = _folder_bytes(folder, set() if seen_files is None else seen_files)
     row: dict[str, Any] = {
         "step": parse_step(folder),
         "path": str(folder),
-        "bytes": _folder_bytes(folder),
+        "bytes": size,
+        "new_bytes": new if seen_files is not None else None,
         "committed": has_commit_marker(folder),
         "verified": None,
         "engine": None,

@@ -36,6 +36,7 @@ from clustertrain.checkpoint.format.manifest import (
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.checkpoint.save.engines import Engine, get_engine
+from clustertrain.checkpoint.save.links import SavedPart, find_saved_part, link_unchanged
 from clustertrain.checkpoint.save.writer_jobs import CommitJob, WriteJob
 from clustertrain.errors import CheckpointError
 
@@ -56,6 +57,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_PART_KEYS):
     """The hashes of the blocks of each segment, as one string."""
     rank_values: Any
     """The JSON values of this rank."""
+    linked: list[str] = []
+    """Names of the files that are links to those of an earlier checkpoint."""
 
 
 class CommitAborted(CheckpointError):
@@ -74,7 +77,7 @@ def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
     """
     folder = Path(job.folder)
     if not is_part_complete(job):
-        part = write_part(folder, job, memory)
+        part = write_part(folder, job, memory, find_saved_part(folder.parent, job))
         fault_points.fault_point("after_write", job.rank)
         mark_part_done(folder, job.rank, part)
         fault_points.fault_point("after_part_done_marker", job.rank)
@@ -100,21 +103,30 @@ def is_commit_of(final: Path, staging: Path) -> bool:
     return has_commit_marker(final) and read_manifest(final).made_in == staging.name
 
 
-def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
+def write_part(folder: Path, job: WriteJob, memory: memoryview, saved: SavedPart | None) -> PartRecord:
     """Write a part into ``folder``, and compute the checksums of the staged bytes at the same time.
+
+    Args:
+        saved: the files of an earlier save that may be linked.
 
     Raises:
         OSError: see :func:`write_and_mark_done`.
     """
     if any(s.buffer_offset + s.nbytes > len(memory) for s in job.segments):
         raise CheckpointError(f"{folder}: the part is larger than its staging buffer")
+    writer_engine = get_engine(job.engine)
+    remove_part_files(folder, writer_engine, job.rank)
+    linked = link_unchanged(folder, saved, job.segments, memory)
     block_hashes: list[str] = []
     errors: list[BaseException] = []
 
     def hash_all() -> None:
         try:
             block_hashes.extend(
-                checksums.block_checksums(memory[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in job.segments
+                checksums.block_checksums(
+                    memory[s.buffer_offset : s.buffer_offset + s.nbytes], linked.block_hashes.get(n, "")
+                )
+                for n, s in enumerate(job.segments)
             )
         except BaseException as e:  # raised again below, in the thread that waits for this one
             errors.append(e)
@@ -122,16 +134,18 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
     hash_thread = threading.Thread(target=hash_all)
     hash_thread.start()
     try:
-        writer_engine = get_engine(job.engine)
-        remove_part_files(folder, writer_engine, job.rank)
         fault_points.fault_point("before_write", job.rank)
-        locations = writer_engine.write(folder, job.rank, job.segments, memory)
+        written = writer_engine.write(folder, job.rank, linked.select_rest(job.segments), memory)
     finally:
         hash_thread.join()
     if errors:
         raise errors[0]
     return PartRecord(
-        segments=job.segments, locations=locations, block_hashes=block_hashes, rank_values=job.rank_values
+        segments=job.segments,
+        locations=linked.merge_locations(written, len(job.segments)),
+        block_hashes=block_hashes,
+        rank_values=job.rank_values,
+        linked=linked.files,
     )
 
 
@@ -159,8 +173,8 @@ def commit(
     should_continue: Callable[[], bool],
     can_prune: Callable[[], bool],
     get_protected: Callable[[], Collection[int]] = tuple,
-) -> int:
-    """Wait for all parts, commit them, and return the size of the checkpoint's files.
+) -> Manifest:
+    """Wait for all parts, commit them, and return the manifest.
 
     If the process of an earlier call was killed, continue where it stopped.
 
@@ -177,7 +191,7 @@ def commit(
     folder, final = Path(job.folder), step_folder(Path(job.root), job.step)
     if not folder.exists() and is_commit_of(final, folder):
         fsio.fsync_folder(final.parent)
-        return read_manifest(final).bytes
+        return read_manifest(final)
     try:
         manifest = read_manifest(folder) if has_commit_marker(folder) else _write_manifest(folder, job, should_continue)
         for rank in range(job.world_size):
@@ -195,7 +209,7 @@ def commit(
         raise
     if can_prune():
         _prune(job, get_protected())
-    return manifest.bytes
+    return manifest
 
 
 def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], bool]) -> Manifest:
@@ -217,6 +231,7 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         about=job.about,
         layout=job.layout,
         files=_list_file_sizes(folder, job.world_size),
+        linked=tuple(sorted(name for part in parts for name in part.linked)),
         tensors=tensors,
         values={**job.values, "ranks": {str(r): part.rank_values for r, part in enumerate(parts)}},
     )

@@ -27,9 +27,11 @@ def perform(
     try:
         if isinstance(job, WriteJob):
             size = commit.write_and_mark_done(job, memory) if memory is not None else node_local.copy_to_shared(job)
+            written = size
         else:
-            size = commit.commit(job, should_continue, can_prune, get_protected)
+            manifest = commit.commit(job, should_continue, can_prune, get_protected)
+            size, written = manifest.bytes, manifest.written_bytes
     except (OSError, CheckpointError) as e:
         failure = failure_from_exception(e)
         return JobOutcome(step=job.step, kind=job_kind(job), ended=clock.monotonic(), failure=failure)
-    return JobOutcome(step=job.step, kind=job_kind(job), bytes=size, ended=clock.monotonic())
+    return JobOutcome(step=job.step, kind=job_kind(job), bytes=size, written=written, ended=clock.monotonic())

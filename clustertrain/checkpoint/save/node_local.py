@@ -32,10 +32,11 @@ from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.format import checksums
 from clustertrain.checkpoint.format.manifest import ShardRecord
 from clustertrain.checkpoint.format.shard_io import read_into
-from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.save import commit
+from clustertrain.checkpoint.format.storage_errors import StorageError, warn_once
+from clustertrain.checkpoint.save import commit, links
 from clustertrain.checkpoint.save.commit import PartRecord
 from clustertrain.checkpoint.save.engines import Engine, get_engine
+from clustertrain.checkpoint.save.links import SavedPart
 from clustertrain.checkpoint.save.writer_jobs import WriteJob
 from clustertrain.errors import CheckpointError
 
@@ -81,7 +82,9 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
             _make_room(folder, writer_engine, job.rank, in_use, keep_newest=0)
             _write_part(folder, job, memory)
     except OSError as e:
-        _warn_once(f"{folder.parent}: cannot be used: {e.strerror or e}; checkpoints go straight to the shared folder")
+        warn_once(
+            log, f"{folder.parent}: cannot be used: {e.strerror or e}; checkpoints go straight to the shared folder"
+        )
         _remove_part(folder, writer_engine, job.rank)
         return False
     fault_points.fault_point("after_local_write", job.rank)
@@ -120,16 +123,7 @@ def _write_part(folder: Path, job: WriteJob, memory: memoryview) -> None:
     needed = sum(s.nbytes for s in job.segments)
     if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # fail before writing anything
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    commit.mark_part_done(folder, job.rank, commit.write_part(folder, job, memory))
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        log.warning("%s", message)
+    commit.mark_part_done(folder, job.rank, commit.write_part(folder, job, memory, None))
 
 
 def copy_to_shared(job: WriteJob) -> int:
@@ -142,27 +136,63 @@ def copy_to_shared(job: WriteJob) -> int:
     source, folder, writer_engine = Path(job.local_folder), Path(job.folder), get_engine(job.engine)
     if commit.is_part_complete(job):
         return sum(s.nbytes for s in job.segments)
-    part = _read_verified_part(source, job.rank)
+    part = _read_part(source, job.rank)
     commit.remove_part_files(folder, writer_engine, job.rank)
+    linked = _link_copied_files(folder, part, links.find_saved_part(folder.parent, job))
+    _verify_part(source, job.rank, part, linked)
     for path in commit.list_part_files(source, writer_engine, job.rank):
-        _copy_durably(path, folder / path.relative_to(source), job.rank)
+        if path.name not in linked:
+            _copy_durably(path, folder / path.relative_to(source), job.rank)
     fault_points.fault_point("after_write", job.rank)
-    commit.mark_part_done(folder, job.rank, part)
+    commit.mark_part_done(folder, job.rank, msgspec.structs.replace(part, linked=linked))
     fault_points.fault_point("after_part_done_marker", job.rank)
     return sum(s.nbytes for s in part.segments)
 
 
-def _read_verified_part(folder: Path, rank: int) -> PartRecord:
-    """Return the record of a part after verifying its bytes, so that a bad disk cannot damage the checkpoint."""
+def _read_part(folder: Path, rank: int) -> PartRecord:
+    """Return the record of a part on the local disk."""
+    try:
+        return schema.decode(commit.done_file(folder, rank).read_bytes(), PartRecord)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise _unreadable_part(folder, rank, e) from e
+
+
+def _verify_part(folder: Path, rank: int, part: PartRecord, skipped_files: Collection[str]) -> None:
+    """Verify the bytes of a part, so that a bad disk cannot damage the checkpoint."""
     buffer = memoryview(bytearray(VERIFY_BYTES))
     try:
-        part = schema.decode(commit.done_file(folder, rank).read_bytes(), PartRecord)
-        for shard in map(commit.make_shard_record, part.segments, part.locations, part.block_hashes):
-            for pos in range(0, shard.nbytes, VERIFY_BYTES):
+        for shard in _shard_records(part):
+            for pos in range(0, shard.nbytes if shard.file not in skipped_files else 0, VERIFY_BYTES):
                 read_into(buffer[: min(VERIFY_BYTES, shard.nbytes - pos)], folder, shard, pos)
-    except (OSError, msgspec.MsgspecError, CheckpointError) as e:
-        raise StorageError(f"{folder}: the part of rank {rank} cannot be read: {e}") from e
-    return part
+    except (OSError, CheckpointError) as e:
+        raise _unreadable_part(folder, rank, e) from e
+
+
+def _unreadable_part(folder: Path, rank: int, e: Exception) -> StorageError:
+    return StorageError(f"{folder}: the part of rank {rank} cannot be read: {e}")
+
+
+def _shard_records(part: PartRecord) -> list[ShardRecord]:
+    return list(map(commit.make_shard_record, part.segments, part.locations, part.block_hashes))
+
+
+def _link_copied_files(folder: Path, part: PartRecord, saved: SavedPart | None) -> list[str]:
+    """Link the files of a part that ``saved`` has with the same shards into ``folder``, and return their names."""
+    if saved is None:
+        return []
+    shards_by_file: dict[str, list[ShardRecord]] = {}
+    changed_files = set()
+    for segment, shard in zip(part.segments, _shard_records(part), strict=True):
+        if segment.nbytes:
+            shards_by_file.setdefault(shard.file, []).append(shard)
+            earlier = saved.shards.get((segment.name, segment.start))
+            if earlier is None or not earlier.has_form_of(segment) or earlier.record != shard:
+                changed_files.add(shard.file)
+    return [
+        name
+        for name, shards in shards_by_file.items()
+        if name not in changed_files and links.link_file(folder, saved, name, shards)
+    ]
 
 
 def _copy_durably(source: Path, target: Path, rank: int) -> None:

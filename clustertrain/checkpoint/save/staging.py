@@ -16,7 +16,7 @@ import torch
 
 from clustertrain.checkpoint.core.state_dict import LocalShard
 from clustertrain.checkpoint.format import direct_io
-from clustertrain.checkpoint.format.staged_segments import Segment
+from clustertrain.checkpoint.format.staged_segments import MIN_FROZEN_BYTES, Segment
 
 _ALIGN = 64  # bytes; no element is larger
 _LARGE_BYTES = 1 << 20
@@ -175,28 +175,36 @@ def _cudart() -> Any:
 
 
 def _layout_segments(shards: Sequence[LocalShard]) -> tuple[list[Segment], int]:
-    """Return the segment of each shard, and their total size."""
-    segments, offset = [], 0
-    for shard in shards:
-        nbytes = shard.local_tensor.numel() * shard.local_tensor.element_size()
-        # The raw engine's file has the same offsets, so a large segment is page-aligned for direct reads.
-        align = _ALIGN if nbytes < _LARGE_BYTES else direct_io.ALIGN
-        offset = -(-offset // align) * align
-        segments.append(
-            Segment(
-                name=shard.name,
-                kind=shard.kind,
-                dtype=str(shard.local_tensor.dtype).removeprefix("torch."),
-                itemsize=shard.local_tensor.element_size(),
-                shape=shard.shape,
-                start=shard.start,
-                chunk_shape=tuple(shard.local_tensor.shape),
-                buffer_offset=offset,
-                nbytes=nbytes,
-            )
-        )
-        offset += nbytes
-    return segments, offset
+    """Return the segment of each shard, in the order of ``shards``, and their total size.
+
+    Frozen segments are the last ones in the buffer, so that an engine can write them into another file.
+    """
+    sizes = [s.local_tensor.numel() * s.local_tensor.element_size() for s in shards]
+    has_frozen = sum(n for s, n in zip(shards, sizes, strict=True) if s.is_frozen) >= MIN_FROZEN_BYTES
+    frozen = [has_frozen and s.is_frozen for s in shards]
+    first_frozen = frozen.index(True) if has_frozen else None
+    offsets, end = [0] * len(shards), 0
+    for number in sorted(range(len(shards)), key=lambda n: frozen[n]):
+        # The raw engine's files have whole pages of the buffer, so a large segment is page-aligned for direct reads.
+        align = direct_io.ALIGN if sizes[number] >= _LARGE_BYTES or number == first_frozen else _ALIGN
+        offsets[number] = -(-end // align) * align
+        end = offsets[number] + sizes[number]
+    return [_make_segment(*args) for args in zip(shards, offsets, sizes, frozen, strict=True)], end
+
+
+def _make_segment(shard: LocalShard, offset: int, nbytes: int, is_frozen: bool) -> Segment:
+    return Segment(
+        name=shard.name,
+        kind=shard.kind,
+        dtype=str(shard.local_tensor.dtype).removeprefix("torch."),
+        itemsize=shard.local_tensor.element_size(),
+        shape=shard.shape,
+        start=shard.start,
+        chunk_shape=tuple(shard.local_tensor.shape),
+        buffer_offset=offset,
+        nbytes=nbytes,
+        is_frozen=is_frozen,
+    )
 
 
 def available_memory() -> int:

@@ -98,6 +98,8 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """After "local_write" the part is on the node's own disk and its staging buffer is free. An "upload" without bytes,
     seconds and failure means that this rank has nothing left to upload up to ``step``."""
     bytes: int = 0
+    written: int = 0
+    """Bytes without those that are linked from an earlier checkpoint."""
     seconds: float = 0.0
     ended: float
     """Time by the monotonic clock, which all processes of a machine share."""

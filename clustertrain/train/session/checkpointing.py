@@ -350,6 +350,7 @@ class SessionCheckpointer:
             save_s=result.save_s,
             stall_s=result.stall_s,
             bytes=result.bytes,
+            written=result.written,
             reason=result.reason,
         )
         if self._interval is not None:

@@ -24,7 +24,7 @@ from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
 from clustertrain.report import terminal
-from tests.unit.checkpoint.saved import change_index, decoder, make_run, recipe_of
+from tests.unit.checkpoint.saved import change_index, decoder, make_run, recipe_of, save
 
 STEPS = (3, 6)
 SIZES: dict[str, Any] = {"layers": 1}
@@ -92,7 +92,8 @@ def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatc
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(1) or original(*args))
     quick = command("list", "net", "--json").json
     assert (read, [r["verified"] for r in quick]) == ([], [None, None])
-    keys = {"step", "path", "bytes", "committed", "verified", "engine", "layout", "world_size", "metric", "best"}
+    keys = {"step", "path", "bytes", "new_bytes", "committed", "verified", "engine", "layout", "world_size", "metric"}
+    keys.add("best")
     assert set(quick[0]) == keys
     lines = command("list", "net").out.splitlines()
     assert [line.split() for line in lines] == [
@@ -102,6 +103,18 @@ def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatc
     assert [line.split()[-1] for line in lines[1:]] == ["committed", "committed"]
     whole = command("list", "net", "--verify", "--json").json
     assert ([r["verified"] for r in whole], bool(read), set(whole[0])) == ([True, True], True, keys)
+
+
+def test_list_counts_shared_files_once(run: Path, command: Command) -> None:
+    model = torch.nn.Linear(1000, 1000, bias=False).requires_grad_(False)
+    for step in (9, 12):
+        save(run / "checkpoints", step, {"model": model, "step": torch.tensor(step)})
+    lines = [line.split() for line in command("list", "net").out.splitlines()]
+    assert lines[0] == ["step", "size", "new", "ranks", "layout", "engine", "state"]
+    assert lines[3][:5] == ["9", "3.8", "MiB", "3.8", "MiB"] and lines[4][:3] == ["12", "3.8", "MiB"]
+    rows = command("list", "net", "--json").json
+    assert rows[3]["new_bytes"] < rows[3]["bytes"] / 100
+    assert command("list", "net@12", "--json").json[0]["new_bytes"] is None
 
 
 def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Command) -> None:

@@ -26,6 +26,9 @@ class Engine(Protocol):
     patterns: tuple[str, ...]
     """Glob patterns of all files that a rank may write, relative to the folder and with ``{rank}``. They find the files
     of a killed writer."""
+    frozen_pattern: str
+    """The one of them for files that contain only frozen segments, and that later checkpoints may link; empty without
+    such files."""
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         """Write the segments of ``rank`` into new files in ``folder``, which are durable on return.

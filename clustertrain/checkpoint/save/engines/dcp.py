@@ -47,6 +47,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 class DcpEngine:
     name = "dcp"
     patterns = ("__{rank}_*", ".__{rank}_*")
+    frozen_pattern = ""
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         writer = _make_storage_writer(folder)

@@ -45,6 +45,7 @@ _INTEGER_BY_ITEMSIZE = {1: "torch.uint8", 2: "torch.int16", 4: "torch.int32", 8:
 class TorchsnapshotEngine:
     name = "torchsnapshot"
     patterns = ("rank-{rank}",)
+    frozen_pattern = ""
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         root = folder / f"rank-{rank}"

@@ -109,6 +109,27 @@ def test_restore_on_same_node_reads_only_the_local_disk(
     assert list_saves(local_disk) == ["step-00000009-1"]  # older ones cannot be restored anymore
 
 
+def test_frozen_files_are_linked_in_the_shared_folder(
+    make: Callable[..., CheckpointManager], root: Path, local_disk: Path
+) -> None:
+    name, frozen = "rank-0.frozen-0.bin", torch.nn.Linear(ELEMENTS // 2, 1, bias=False).requires_grad_(False)
+    manager = make()
+    for step in (3, 6):
+        manager.save(step, {"frozen": frozen, "trained": torch.full((9,), float(step))})
+        manager.wait_for_saves()
+    manager.save(9, {"frozen": frozen, "trained": torch.full((9,), 9.0)}, wait=True)  # without the local disk
+    assert len({(index.step_folder(root, s) / name).stat().st_ino for s in (3, 6, 9)}) == 1
+    assert (find_local_folder(local_disk, 6) / name).read_bytes() == (root / "step-00000006" / name).read_bytes()
+    manager.save(12, {"frozen": frozen, "trained": torch.full((9,), 12.0)})
+    saved = manager.wait_for_saves()
+    assert saved is not None and saved.written < saved.bytes / 100
+    loaded = torch.nn.Linear(ELEMENTS // 2, 1, bias=False)
+    config = CheckpointConfig(attempt="9", layout={}, async_save=False, local=LocalTier(local_disk, True))
+    restored = CheckpointManager(root, Ranks(), config).restore({"frozen": loaded, "trained": torch.zeros(9)})
+    assert restored is not None and restored.step == 12 and restored.from_local == saved.bytes
+    assert torch.equal(loaded.weight, frozen.weight)
+
+
 def test_memory_is_free_before_copy_to_shared_folder(make: Callable[..., CheckpointManager], root: Path) -> None:
     root.mkdir()
     manager = make()

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from clustertrain import clock
 from clustertrain.checkpoint.core.retention import RetentionPolicy
@@ -95,6 +96,18 @@ def save_for_ranks(root: Path, step: int, ranks: int) -> Path:
 def stored_files(store: Store) -> dict[str, bytes]:
     folder = RemoteFolder(store.url)
     return {name: (folder / name).read_bytes() for name in folder.sizes()}
+
+
+def test_copies_are_complete_when_files_are_linked(store: Store, root: Path) -> None:
+    model = torch.nn.Linear(600, 600).requires_grad_(False)
+    for step in (3, 6):
+        save(root, step, {"model": model, "step": torch.tensor(step)})
+    store.start(2)
+    store.wait_for(6, 2)
+    assert index.read_manifest(index.step_folder(root, 6)).linked == ("rank-0.frozen-0.bin",)
+    shutil.rmtree(root)
+    for step in (3, 6):
+        assert inspect.find_damage(index.step_folder(RemoteFolder(store.url), step)) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
