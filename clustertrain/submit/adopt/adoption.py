@@ -17,15 +17,15 @@ from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.body import OWN_VARIABLES, Body, BodySorter, split_body
 from clustertrain.submit.adopt.containers import Container, translate_mounts
 from clustertrain.submit.adopt.directives import parse_directives
-from clustertrain.submit.adopt.expansion import Expansions, Scope
 from clustertrain.submit.adopt.items import Item, ItemReader
 from clustertrain.submit.adopt.outcomes import Findings, Outcome
 from clustertrain.submit.adopt.program import Program, read_launcher
 from clustertrain.submit.adopt.resources import Request, read_request
 from clustertrain.submit.adopt.script_file import find_interpreter
-from clustertrain.submit.adopt.shell import Source
 from clustertrain.submit.adopt.sizes import Sizes, choose_sizes
 from clustertrain.submit.command import is_python
+from clustertrain.submit.shell.expansion import Expansions, Scope
+from clustertrain.submit.shell.words import Source
 
 _MAX_SCRIPT_BYTES = 1 << 20
 _RANK_VARIABLES = re.compile(r"\b(SLURM_PROCID|SLURM_LOCALID|SLURM_NTASKS|SLURM_NODEID|OMPI_COMM_WORLD_\w+)\b")

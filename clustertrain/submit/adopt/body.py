@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.adopt.expansion import Expansions
 from clustertrain.submit.adopt.items import Assigned, Item
 from clustertrain.submit.adopt.outcomes import MASK, Findings, OutcomeKind, is_secret
+from clustertrain.submit.shell.expansion import Expansions
 
 # torchrun's variables, and those of the frameworks for the same things.
 OWN_VARIABLES = frozenset({

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Literal
 
-from clustertrain.submit.adopt.expansion import MARK
 from clustertrain.submit.adopt.program import SHELLS, Program
 from clustertrain.submit.command import is_python
+from clustertrain.submit.shell.expansion import MARK
 from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, WRAPPERS
 
 CommandKind = Literal[

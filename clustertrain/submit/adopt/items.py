@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt import program as programs
 from clustertrain.submit.adopt.command_kinds import CommandKind, find_kind
-from clustertrain.submit.adopt.expansion import MARK, Expansions, Scope, Value
 from clustertrain.submit.adopt.program import SHELLS, Program
-from clustertrain.submit.adopt.shell import Source, Token
-from clustertrain.submit.adopt.statements import Command, Statement, split_statements
+from clustertrain.submit.shell.expansion import MARK, Expansions, Scope, Value
+from clustertrain.submit.shell.statements import Command, Statement, split_statements
+from clustertrain.submit.shell.words import Source, Token
 
 _MAX_SCRIPTS = 4  # `bash -c` inside `bash -c`
 _NAME = re.compile(r"[A-Za-z_]\w*")

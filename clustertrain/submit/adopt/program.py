@@ -9,7 +9,6 @@ from pathlib import PurePath
 
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.containers import APPTAINER, Container, parse_apptainer, refuse_runtime, take_option
-from clustertrain.submit.adopt.expansion import MARK
 from clustertrain.submit.adopt.slurm_options import SRUN, GivenOption, parse_options
 from clustertrain.submit.command import is_python
 from clustertrain.submit.launchers import (
@@ -23,6 +22,7 @@ from clustertrain.submit.launchers import (
     starts_with_launcher,
 )
 from clustertrain.submit.mpi_launch import MPI, parse_mpi
+from clustertrain.submit.shell.expansion import MARK
 from clustertrain.submit.wrappers import (
     CONTAINER_RUNTIMES,
     MODULE_OPTIONS,

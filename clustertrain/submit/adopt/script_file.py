@@ -53,7 +53,7 @@ def check_script(data: bytes, name: str) -> str:
             f"{name}: has DOS line breaks, which sbatch refuses", fix=f"convert it: sed -i 's/\\r$//' {name}"
         )
     _check_interpreter(text, name)
-    # These two mark what only a shell can expand (expansion.py).
+    # These two mark what only a shell can expand (shell/expansion.py).
     return _RESERVED.sub("\ufffd", text)
 
 

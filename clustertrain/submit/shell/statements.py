@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from clustertrain.submit.adopt.shell import REDIRECTIONS, Source, Token, split_tokens
+from clustertrain.submit.shell.words import REDIRECTIONS, Source, Token, split_tokens
 
 _CLOSERS = {"if": "fi", "for": "done", "select": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 _BETWEEN = frozenset({"then", "do", "else", "elif", "!"})
