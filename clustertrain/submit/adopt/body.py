@@ -310,7 +310,7 @@ class BodySorter:
         first = next((i for i, line in enumerate(setup) if re.match(r"\s*cd\s+[\"']?[/~$]", line)), len(setup))
         if any(_is_relative(line) for line in setup[:first]):
             setup.insert(0, f"cd {self._base}")
-            detail = "set-up: the folder in which the script is submitted, for the relative paths after it"
+            detail = "set-up: relative paths in the lines after it start from this folder, as with sbatch"
             self._findings.add(0, f"cd {self._base}", "profile", detail)
 
     # -- after it
