@@ -145,7 +145,7 @@ def _ask(request: SubmitRequest, name: str, shown: str, python: str, arguments: 
             [python, "-c", _PROGRAM, name, *arguments],
             env=environ, cwd=request.cwd, timeout_s=_TIMEOUT_S, check=False,
         )  # fmt: skip
-    except CommandFailed as e:
+    except (CommandFailed, OSError) as e:
         raise UsageError(
             f"{shown}: {python} does not run here, or took longer than {_TIMEOUT_S:g} s to read the options",
             fix="name the Python of an environment that works on this machine",
@@ -153,7 +153,7 @@ def _ask(request: SubmitRequest, name: str, shown: str, python: str, arguments: 
     if result.returncode:
         raise _refusal(shown, python, result.stderr)
     try:
-        return schema.decode(result.stdout.rpartition("\n")[2], _Answer)
+        return schema.decode(result.stdout.strip().rpartition("\n")[2], _Answer)
     except msgspec.DecodeError as e:
         raise _refusal(shown, python, f"its answer is not JSON: {result.stdout[:200]!r}") from e
 

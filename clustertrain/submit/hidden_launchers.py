@@ -34,6 +34,8 @@ class HiddenLauncher:
     """A launcher inside a program."""
 
     name: str
+    holder: str = ""
+    """The program of the command that would start it: ``bash``, ``apptainer``, ``env -S``."""
     script: str = ""
     """The shell script that starts it; empty: it is in the command itself."""
     line: int = 0
@@ -48,12 +50,18 @@ class HiddenLauncher:
 
 
 def find_hidden_launcher(command: Sequence[str], cwd: Path | None = None) -> HiddenLauncher | None:
-    """Return the launcher that the program at the start of ``command`` would execute.
+    """Return the launcher that the program of ``command``, at its start or behind wrappers, would execute.
 
     Args:
         cwd: the folder in which the command runs; None: no script is read.
     """
-    return _Finder().find(command, cwd)
+    place, finder = find_program(command, starts_with_launcher), _Finder()
+    if text := place.find_split_string():
+        found, holder = finder.find(["sh", "-c", text], cwd), "env -S"
+    else:
+        inner = command[place.index :]
+        found, holder = finder.find(inner, None if place.changes_folder else cwd), PurePath(inner[0]).name
+    return replace(found, holder=holder) if found else None
 
 
 def find_contained_command(command: Sequence[str]) -> list[str]:

@@ -54,28 +54,22 @@ _QUESTIONS = frozenset({"-h", "--help", "--version"})
 
 
 def split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the launcher or other program that ``command`` starts with, and the arguments after it.
-
-    Empty for a Python that runs something else than a launcher.
-    """
+    """Return the launcher that ``command`` starts with, and the arguments after it; empty: none that is known."""
     name, arguments = PurePath(command[0]).name, list(command[1:])
-    if is_python(name):
-        program = find_python_program(command)
-        arguments = list(command[program.index + 1 :])
-        if program.kind == "module":
-            if program.module in _LAUNCH_MODULES:
-                return _LAUNCH_MODULES[program.module], arguments
-            name = _SCRIPT_MODULES.get(program.module, "")
-        else:  # python /env/bin/torchrun SCRIPT
-            name = PurePath(command[program.index]).name if program.kind == "script" else ""
-        if not _split_subcommand(name, arguments)[0]:
-            return "", list(command[1:])
-    found, rest = _split_subcommand(name, arguments)
-    return (found, rest) if found else (name, arguments)
+    if not is_python(name):
+        return _split_subcommand(name, arguments)
+    program = find_python_program(command)
+    arguments = list(command[program.index + 1 :])
+    if program.kind == "module":
+        if program.module in _LAUNCH_MODULES:
+            return _LAUNCH_MODULES[program.module], arguments
+        return _split_subcommand(_SCRIPT_MODULES.get(program.module, ""), arguments)
+    # python /env/bin/torchrun SCRIPT
+    return _split_subcommand(PurePath(command[program.index]).name if program.kind == "script" else "", arguments)
 
 
 def _split_subcommand(name: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the launcher that a console script is with these arguments; empty: none."""
+    """Return the launcher that a console script is with these arguments, and its own; empty: none."""
     if arguments and _QUESTIONS.issuperset(arguments):
         return "", arguments
     if name == "accelerate-launch":
@@ -98,10 +92,7 @@ def _split_subcommand(name: str, arguments: list[str]) -> tuple[str, list[str]]:
 
 def name_launcher(words: Sequence[str]) -> str:
     """Return the launcher that ``words`` start with; empty: none that is known."""
-    if words[0] in MODULE_OPTIONS:
-        words = ["python", "-m", *words[1:]]
-    name, _ = split_launcher(words)
-    return name if name in REPLACED or name in OTHERS else ""
+    return split_launcher(["python", "-m", *words[1:]] if words[0] in MODULE_OPTIONS else words)[0]
 
 
 def starts_with_launcher(words: Sequence[str]) -> bool:

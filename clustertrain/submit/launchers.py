@@ -18,7 +18,7 @@ from clustertrain.submit.accelerate_launch import read_accelerate
 from clustertrain.submit.deepspeed_launch import read_deepspeed
 from clustertrain.submit.hidden_launchers import HiddenLauncher, find_hidden_launcher
 from clustertrain.submit.launch import Launch
-from clustertrain.submit.launcher_names import OLD_LAUNCH, OTHERS, REPLACED, split_launcher, starts_with_launcher
+from clustertrain.submit.launcher_names import OLD_LAUNCH, OTHERS, name_launcher, split_launcher, starts_with_launcher
 from clustertrain.submit.launcher_python import find_python, name_python
 from clustertrain.submit.mpi_launch import MPI, MpiLaunch, parse_mpi
 from clustertrain.submit.python_words import find_python_program, is_python
@@ -57,11 +57,11 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     if inner[0] in MODULE_OPTIONS:  # uv run -m MODULE
         inner = ("python", "-m", *inner[1:])
     check_wrappers(place, inner)
-    notes = _check_hidden_launcher(request, place, inner)
+    notes = _check_hidden_launcher(request)
     name, arguments = split_launcher(inner)
     if name in OTHERS:
         raise _refuse_other(request, name, arguments)
-    if name not in REPLACED:
+    if not name:
         return Translation(request, notes)
     launch = _read_launch(request, head, name, inner, arguments)
     job, size_notes = _merge_sizes(name, request, launch)
@@ -94,7 +94,7 @@ def check_wrappers(place: InnerProgram, inner: Sequence[str]) -> None:
             )
     if not starts_with_launcher(inner):
         return
-    name = split_launcher(inner)[0]
+    name = name_launcher(inner)
     for step in place.steps:
         if step.wrapper.is_tool_runner:
             raise UsageError(
@@ -115,7 +115,7 @@ def _read_launch(
             raise refuse_wrapped_accelerate(name, PurePath(head[0]).name)
         if container.find_image(request):
             raise UsageError(
-                f"{name}: its options are read with the package {name.split(maxsplit=1)[0]}, which is in the image",
+                f"{name}: its options are read with {name.split(maxsplit=1)[0]}, which is in the image",
                 fix=ACCELERATE_SETTINGS if name != "trl" else _name_trl_script(arguments),
             )
         python = _find_in_path(request, find_python(request, inner[0]))
@@ -178,25 +178,22 @@ def _refuse_other(request: SubmitRequest, name: str, arguments: Sequence[str]) -
     return UsageError(f"{name} in front of the program is not supported: clustertrain starts the processes", fix=fix)
 
 
-def _check_hidden_launcher(request: SubmitRequest, place: InnerProgram, command: Sequence[str]) -> tuple[str, ...]:
+def _check_hidden_launcher(request: SubmitRequest) -> tuple[str, ...]:
     """Refuse a launcher that a shell, a script or a container would start for each rank; note one under a condition.
 
     Raises:
         UsageError: there is one.
     """
-    cwd = None if place.changes_folder or container.find_image(request) else request.cwd
-    text = place.find_split_string()
-    found = find_hidden_launcher(["sh", "-c", text] if text else command, cwd)
+    found = find_hidden_launcher(request.command, None if container.find_image(request) else request.cwd)
     if found is None:
         return ()
     if found.script and found.is_conditional:
         return (f"{found.place}: if a rank gets here, it starts {found.name} again, beside the other ranks",)
     if found.script:
         raise UsageError(f"{found.place}: each rank would start {found.name} again", fix=_fix_script(request, found))
-    name = "env -S" if text else PurePath(command[0]).name
     raise UsageError(
-        f"{found.name} inside {name}: each rank would start {found.name} again",
-        fix=_fix_hidden(request, found.name, name),
+        f"{found.name} inside {found.holder}: each rank would start {found.name} again",
+        fix=_fix_hidden(request, found.name, found.holder),
     )
 
 

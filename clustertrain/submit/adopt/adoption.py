@@ -231,8 +231,13 @@ class _Composer:
         if self._program.container is not None or not self._program.words:
             return
         found = find_hidden_launcher(self._program.words, self._program_folder)
-        if found is None or not found.script:
+        if found is None:
             return
+        if not found.script:
+            raise UsageError(
+                f"{script}, line {training.line}: {found.name} inside {found.holder}: each rank would start it again",
+                fix=f"write it without {found.holder}",
+            )
         if found.is_conditional:
             self._sorter.add(training, "decide", f"{found.place}: each rank that gets here starts {found.name} again")
             return

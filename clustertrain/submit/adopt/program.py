@@ -192,7 +192,7 @@ def read_launcher(program: Program, *, is_wrapped: bool = False) -> None:
         program.launcher = "trl"  # submit reads its options
     elif name in OTHERS:
         raise UsageError(f"{name}: clustertrain starts the processes itself", fix=OTHERS[name])
-    elif name in WRAPPERS or name in CONTAINER_RUNTIMES:
+    elif program.name in WRAPPERS or program.name in CONTAINER_RUNTIMES:
         _read_wrapped(program)
 
 
