@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,15 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from clustertrain.submit.adopt.adoption import Adoption
+    from clustertrain.submit.adopt.outcomes import Outcome
 
 _TEXT_WIDTH = 50
+_MIN_TEXT_WIDTH, _MIN_DETAIL_WIDTH = 16, 24
+_INDENT = " " * 7  # the column of the line number
+_NO_TERMINAL = (1000, 24)  # a file has one line for each
 _HEADINGS = {
     "submit": "submit line",
     "profile": "profile",
@@ -89,15 +97,17 @@ def _to_json(adoption: Adoption, path: Path | None) -> dict[str, Any]:
 
 
 def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:
+    columns = shutil.get_terminal_size(_NO_TERMINAL).columns
     click.echo(f"{adoption.script}: what becomes of each line\n")
-    for outcome in adoption.outcomes:
-        if outcome.outcome != "decide":
-            text = f"{_HEADINGS[outcome.outcome]}: {outcome.detail}"
-            click.echo(f"{outcome.line or '':>5}  {_cut(outcome.text):<{_TEXT_WIDTH}}  {text}")
+    _print_lines([outcome for outcome in adoption.outcomes if outcome.outcome != "decide"], columns)
     if adoption.questions:
         click.echo("\nTo decide:")
         for question in adoption.questions:
-            click.echo(f"{question.line or '':>5}  {_cut(question.text)}: {question.detail}")
+            text = f"{_cut(question.text, _TEXT_WIDTH)}: {question.detail}"
+            lines = _wrap(text, columns - len(_INDENT))
+            click.echo(f"{question.line or '':>5}  {lines[0]}")
+            for line in lines[1:]:
+                click.echo(f"{_INDENT}{line}")
     if not adoption.profile:
         click.echo("\nNo cluster profile is needed.")
     elif path is not None:
@@ -108,5 +118,21 @@ def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:
     click.echo(f"\nSubmit:\n\n{adoption.submit}")
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _TEXT_WIDTH else f"{text[: _TEXT_WIDTH - 1]}…"
+def _print_lines(outcomes: Sequence[Outcome], columns: int) -> None:
+    """Print a table that is at most ``columns`` wide: line, text, what becomes of it."""
+    available = columns - len(_INDENT) - 2
+    widest = max((len(outcome.text) for outcome in outcomes), default=0)
+    width = max(_MIN_TEXT_WIDTH, min(_TEXT_WIDTH, widest, available * 2 // 5))
+    for outcome in outcomes:
+        lines = _wrap(f"{_HEADINGS[outcome.outcome]}: {outcome.detail}", available - width)
+        click.echo(f"{outcome.line or '':>5}  {_cut(outcome.text, width):<{width}}  {lines[0]}")
+        for line in lines[1:]:
+            click.echo(f"{_INDENT}{'':<{width}}  {line}")
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(_MIN_DETAIL_WIDTH, width), break_on_hyphens=False) or [""]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -94,7 +94,9 @@ def decide_for_script(request: PlanRequest) -> PlanDecision:
     elif layout.strategy == "single":
         reason = explain_single(request)
     elif strategy is None:
-        reason = "ddp: the model of a script is not known before it runs; --layout fsdp shards it"
+        reason = (
+            "layout ddp is the default: clustertrain cannot see a script's model before it runs (--layout fsdp shards)"
+        )
     decision = PlanDecision(
         request=request,
         layout=layout,

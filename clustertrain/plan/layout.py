@@ -14,8 +14,8 @@ SHARDED_STRATEGIES = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
 
 
 def pluralize(count: int, noun: str) -> str:
-    """Return the count with its noun: ``1 rank``, ``2 ranks``, ``2 batches``."""
-    suffix = "es" if noun.endswith("ch") else "s"
+    """Return the count with its noun: ``1 rank``, ``2 ranks``, ``2 batches``, ``2 processes``."""
+    suffix = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count} {noun}" + ("" if count == 1 else suffix)
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from msgspec.structs import replace
@@ -15,13 +16,14 @@ from clustertrain import proc
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UsageError
 from clustertrain.submit import container, python_path
+from clustertrain.submit.python_words import find_python_program, is_python
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.wrappers import MODULE_OPTIONS, find_program
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
-_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
-# Options of Python and of shells with a value in the next argument.
-_OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs", "-o", "-O", "--rcfile", "--init-file"})
+# Options of shells with a value in the next argument.
+_SHELL_OPTIONS_WITH_VALUE = frozenset({"-o", "-O", "+o", "+O", "--rcfile", "--init-file"})
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _IMPORT_TIMEOUT_S = 30.0
 # Without importing a package that contains the module, which may take seconds.
 _HAS_MODULE = """
@@ -57,23 +59,24 @@ def build_script_spec(request: SubmitRequest) -> ScriptSpec:
     program = _find_program(request)
     command = [str(program), *request.command[1:]]
     base = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
-    start, index = _find_file_argument(command)
-    if index is None:
+    start, file = _find_file_argument(command)
+    if file is None:
         return base
-    if index == 0:
+    if file.index == 0:
         # A console script is installed; anything else in the user's folders is code.
         is_code = program.is_relative_to(request.cwd) and not _is_installed(program)
         return replace(base, path=str(program), path_index=0) if is_code else base
-    if command[index - 1] in MODULE_OPTIONS:
-        package = _find_module(request, None if start else program, command[index])
+    if file.module:
+        package = _find_module(request, None if start else program, file.module)
         return replace(base, path=str(package) if package else "")
-    path = request.cwd / command[index]
+    name = command[file.index]
+    path = request.cwd / name
     if not is_file(path):
         problem = "it is a folder" if path.is_dir() else "no such file"
-        raise UsageError(f"{command[index]}: {problem}", fix="name the script by its path from this folder")
-    if index == start and _is_installed(path):
+        raise UsageError(f"{name}: {problem}", fix="name the script by its path from this folder")
+    if (file.index == start and _is_installed(path)) or not _PACKAGE_FOLDERS.isdisjoint(path.parts):
         return base
-    return replace(base, path=str(path), path_index=index)
+    return replace(base, path=str(path), path_index=file.index)
 
 
 def _build_container_spec(request: SubmitRequest) -> ScriptSpec:
@@ -90,26 +93,36 @@ def _build_container_spec(request: SubmitRequest) -> ScriptSpec:
             fix="leave it out, or put `python` before the script",
         )
     command = [python or name, *request.command[1:]]
-    _, index = _find_file_argument(command)
+    _, file = _find_file_argument(command)
     spec = ScriptSpec(cwd=str(request.cwd), command=tuple(command), local_rank_index=request.local_rank_index)
-    if index is None or (index == 0 and os.sep not in name):
+    if file is None or (file.index == 0 and os.sep not in name):
         return spec
-    if index and command[index - 1] in MODULE_OPTIONS:
-        package = python_path.find_entry(command[index], python_path.list_search_folders([request.cwd]))
+    if file.module:
+        package = python_path.find_entry(file.module, python_path.list_search_folders([request.cwd]))
         return replace(spec, path=str(package)) if package is not None else spec
-    path = Path(os.path.normpath(request.cwd / command[index]))
+    word = command[file.index]
+    path = Path(os.path.normpath(request.cwd / word))
     if path.is_file() and path.is_relative_to(request.cwd) and not _is_installed(path):
-        return replace(spec, path=str(path), path_index=index)
-    if not command[index].startswith("/"):
+        return replace(spec, path=str(path), path_index=file.index)
+    if not word.startswith("/"):
         problem = "it is a folder" if path.is_dir() else "no such file"
         raise UsageError(
-            f"{command[index]}: {problem}", fix="name it by its path from this folder, or by its full path in the image"
+            f"{word}: {problem}", fix="name it by its path from this folder, or by its full path in the image"
         )
     return spec
 
 
-def _find_file_argument(command: Sequence[str]) -> tuple[int, int | None]:
-    """Return the indices of the program behind wrappers and of its file: a script, a module after ``-m``, itself.
+@dataclass(frozen=True)
+class _FileArgument:
+    """The word of a command that names the user's code."""
+
+    index: int
+    module: str = ""
+    """Name of the module; empty: the word is a path."""
+
+
+def _find_file_argument(command: Sequence[str]) -> tuple[int, _FileArgument | None]:
+    """Return the index of the program behind wrappers, and its file: a script, a module after ``-m``, itself.
 
     No file: it is a command of an environment, it has another folder, or it gets its code in another way.
     """
@@ -118,13 +131,17 @@ def _find_file_argument(command: Sequence[str]) -> tuple[int, int | None]:
     if place.changes_folder:
         return start, None
     if start and inner[0] in MODULE_OPTIONS:
-        return start, start + 1 if len(inner) > 1 else None
-    if is_python(inner[0]) or PurePath(inner[0]).name in proc.SHELLS:
-        index = _find_script(inner)
-        return start, None if index is None else start + index
+        return start, _FileArgument(start + 1, inner[1]) if len(inner) > 1 else None
+    if is_python(inner[0]):
+        program = find_python_program(inner)
+        has_file = program.kind in ("script", "module")
+        return start, _FileArgument(start + program.index, program.module) if has_file else None
+    if PurePath(inner[0]).name in proc.SHELLS:
+        index = find_shell_script(inner)
+        return start, None if index is None else _FileArgument(start + index)
     is_script = inner[0].endswith(".py") and any(PurePath(word).name == "uv" for word in command[:start])
     has_file = start == 0 or is_script or inner[0].startswith(("./", "../"))
-    return start, start if has_file else None
+    return start, _FileArgument(start) if has_file else None
 
 
 def is_file(path: Path) -> bool:
@@ -135,51 +152,56 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def is_python(program: str) -> bool:
-    return _PYTHON.fullmatch(PurePath(program).name) is not None
-
-
 def _find_program(request: SubmitRequest) -> Path:
-    name = request.command[0]
+    name = label = request.command[0]
+    fix = "name a program by its path from this folder"
     if python := str(request.job.get("python", "")):
         if os.sep in name or not is_python(name):
             raise UsageError(
                 f"--python {python}: no effect on {name}, which names its interpreter itself",
                 fix="leave it out, or put `python` before the script",
             )
-        name = python
+        name, label, fix = python, f"--python {python}", "name an existing interpreter"
     if os.sep in name:
         path = request.cwd / name
         if not path.exists():
-            raise UsageError(f"{name}: no such file", fix="name a program by its path from this folder")
+            raise UsageError(f"{label}: no such file", fix=fix)
         if path.is_dir():
-            raise UsageError(f"{name}: it is a folder", fix="name the program in it")
+            raise UsageError(f"{label}: it is a folder", fix="name the program in it")
         if not os.access(path, os.X_OK):
-            raise UsageError(f"{name}: it cannot be executed", fix=f"run `chmod +x {name}`, or put `bash` before it")
+            way = _find_way_to_start(name.removeprefix("./"), path)
+            raise UsageError(f"{label} is not executable", fix=f"write {way}" if way else f"run `chmod +x {name}`")
         return Path(os.path.normpath(path))
     found = shutil.which(name, path=request.environ.get("PATH", os.defpath))
     if found is None:
         if is_file(request.cwd / name):
-            way = f"python {name}" if name.endswith(".py") else f"bash {name}"
+            way = _find_way_to_start(name, request.cwd / name) or f"bash {name}"
             raise UsageError(f"{name}: not a command in PATH", fix=f"write ./{name}, or {way}")
         raise UsageError(
-            f"{name}: command not found", fix="install it in this environment, or name it by its path (./NAME)"
+            f"{label}: command not found", fix="install it in this environment, or name it by its path (./NAME)"
         )
     return Path(os.path.normpath(request.cwd / found))
 
 
-def _find_script(command: Sequence[str]) -> int | None:
-    """Return the index of the script, or of the module after ``-m``; None for ``-c`` and an interactive shell."""
+def _find_way_to_start(name: str, path: Path) -> str:
+    """Return a command that starts the script ``path``; empty if it is none."""
+    if path.suffix == ".py":
+        return f"python {name}"
+    return f"bash {name}" if path.suffix in (".sh", ".bash", ".sbatch", ".slurm") else ""
+
+
+def find_shell_script(command: Sequence[str]) -> int | None:
+    """Return the index of the script that a shell at the start of ``command`` runs; None for ``-c`` and no script."""
     index = 1
     while index < len(command):
         argument = command[index]
-        if argument in ("-m", "--"):
+        if argument == "--":
             return index + 1 if index + 1 < len(command) else None
-        if argument == "-c" or (argument == "-" and is_python(command[0])):
+        if re.fullmatch(r"-[A-Za-z]*c[A-Za-z]*", argument):
             return None
-        if not argument.startswith("-"):
+        if not argument.startswith(("-", "+")):
             return index
-        index += 2 if argument in _OPTIONS_WITH_VALUE else 1
+        index += 2 if argument in _SHELL_OPTIONS_WITH_VALUE else 1
     return None
 
 

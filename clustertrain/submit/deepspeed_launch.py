@@ -9,12 +9,13 @@ from pathlib import Path
 
 from clustertrain import reading
 from clustertrain.errors import UsageError
+from clustertrain.submit.launch import Launch, note_unused
 from clustertrain.submit.request import SubmitRequest
 
 # Options of deepspeed 0.19 by what becomes of them.
 _SIZES = {"num_nodes": "nnodes", "num_gpus": "nproc-per-node", "num_accelerators": "nproc-per-node"}
 _OWN = frozenset({
-    "hostfile", "master_port", "master_addr", "node_rank", "launcher", "ssh_port", "log_level", "enable_each_rank_log",
+    "master_port", "master_addr", "node_rank", "launcher", "ssh_port", "log_level", "enable_each_rank_log",
 })  # fmt: skip
 _OWN_FLAGS = frozenset({"no_ssh", "no_ssh_check", "force_multi", "save_pid", "quiet"})
 _KIND_FLAGS = frozenset({"module", "no_python", "no_local_rank"})
@@ -45,6 +46,8 @@ class DeepSpeedLaunch:
     """As torchrun's options."""
     flags: set[str] = field(default_factory=set)
     hostfile: str = ""
+    unused: list[str] = field(default_factory=list)
+    """Options without effect here, with hyphens."""
     program: list[str] = field(default_factory=list)
 
 
@@ -61,10 +64,13 @@ def parse_deepspeed(arguments: Sequence[str]) -> DeepSpeedLaunch:
         name = _SHORT.get(text, "") if not argument.startswith("--") else text.replace("-", "_")
         if name in _UNSUPPORTED:
             raise UsageError(f"deepspeed --{name}: cannot be honored", fix=_UNSUPPORTED[name])
-        if name in _KIND_FLAGS or name in _OWN_FLAGS:
+        if name in _KIND_FLAGS:
             launch.flags.add(name)
             continue
-        if name not in _SIZES and name not in _OWN:
+        if name in _OWN_FLAGS:
+            launch.unused.append(name.replace("_", "-"))
+            continue
+        if name not in _SIZES and name not in _OWN and name != "hostfile":
             raise UsageError(
                 f"deepspeed {argument}: not an option of deepspeed that clustertrain knows",
                 fix="remove it, or name the script without deepspeed",
@@ -77,17 +83,16 @@ def parse_deepspeed(arguments: Sequence[str]) -> DeepSpeedLaunch:
             launch.sizes[_SIZES[name]] = value
         elif name == "hostfile":
             launch.hostfile = value
+        elif name in _OWN:
+            launch.unused.append(name.replace("_", "-"))
     if not rest:
         raise UsageError("deepspeed: no script after its options", fix="name the script: -- deepspeed SCRIPT ARGS")
     launch.program = rest
     return launch
 
 
-def read_deepspeed(
-    request: SubmitRequest, python: str, arguments: Sequence[str]
-) -> tuple[dict[str, str], dict[str, str], list[str], int | None]:
-    """Return the environment of the ranks, the sizes as torchrun's options, the command of a rank, and the index of
-    ``--local_rank`` in it, None with ``--no_local_rank``.
+def read_deepspeed(request: SubmitRequest, python: str, arguments: Sequence[str]) -> Launch:
+    """Return what ``deepspeed`` would start. Its script gets ``--local_rank``, unless ``--no_local_rank`` is given.
 
     Raises:
         UsageError: an option cannot be honored, or a file that deepspeed would read is missing or malformed.
@@ -102,7 +107,8 @@ def read_deepspeed(
     if "no_local_rank" not in launch.flags:
         index = len(start) + 1
         command.insert(index, "--local_rank")
-    return _read_environment(request.cwd, request.environ), launch.sizes, command, index
+    env = _read_environment(request.cwd, request.environ)
+    return Launch(command, launch.sizes, env, index, notes=tuple(note_unused("deepspeed", launch.unused)))
 
 
 def _read_sizes(hostfile: Path) -> dict[str, str]:

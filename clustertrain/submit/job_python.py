@@ -136,7 +136,7 @@ def choose(
         return JobPython(ranks, ranks, script, note if can_run else "")
     agents = own if ranks.find_agent_problem() and not has_setup else ranks
     without_torch = ", without torch" if ranks.lacks("torch") else ""
-    how = f"{script.name} does not use clustertrain: each rank runs it with {ranks.path}{without_torch}"
+    how = f"{script.name} does not use clustertrain, so it runs as a command: {ranks.path} {script.name}{without_torch}"
     return JobPython(ranks, agents, _make_command(script, ranks), f"{how}; {note}" if note else how)
 
 

@@ -5,65 +5,34 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from clustertrain import proc
 from clustertrain.config import cluster
 from clustertrain.config.parsing.documents import parse_assignment
 from clustertrain.errors import UsageError
 from clustertrain.submit import container
 from clustertrain.submit.accelerate_launch import read_accelerate
-from clustertrain.submit.command import is_python
 from clustertrain.submit.deepspeed_launch import read_deepspeed
+from clustertrain.submit.hidden_launchers import HiddenLauncher, find_hidden_launcher
+from clustertrain.submit.launch import Launch
+from clustertrain.submit.launcher_names import OLD_LAUNCH, OTHERS, name_launcher, split_launcher, starts_with_launcher
+from clustertrain.submit.launcher_python import find_python, name_python
 from clustertrain.submit.mpi_launch import MPI, MpiLaunch, parse_mpi
+from clustertrain.submit.python_words import find_python_program, is_python
 from clustertrain.submit.request import SubmitRequest
-from clustertrain.submit.wrappers import (
-    CONTAINER_RUNTIMES,
-    MODULE_OPTIONS,
-    WRAPPERS,
-    find_hidden_commands,
-    find_program,
-)
+from clustertrain.submit.resolve import count_gpus
+from clustertrain.submit.torchrun_launch import SIZES, read_torchrun
+from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, MODULE_OPTIONS, InnerProgram, find_program
 
-_OLD_LAUNCH = "torch.distributed.launch"  # passes --local-rank to the script, unless it gets --use-env
-_LAUNCHER_MODULES = {
-    "torch.distributed.run": "torchrun",
-    _OLD_LAUNCH: "torchrun",
-    "accelerate.commands.launch": "accelerate launch",
-    "deepspeed.launcher.runner": "deepspeed",
-}
-
-# Options of torchrun (torch 2.13) by what becomes of them.
-_SIZES = {"nnodes": "nodes", "nproc-per-node": "gpus"}
-_OWN = frozenset({
-    "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank", "master-addr", "master-port", "local-addr",
-    "max-restarts", "monitor-interval", "start-method", "role", "log-dir", "redirects", "tee", "local-ranks-filter",
-    "logs-specs", "event-log-handler", "signals-to-handle", "shutdown-timeout", "duplicate-stdout-filters",
-    "duplicate-stderr-filters",
-})  # fmt: skip
-_OWN_FLAGS = frozenset({"standalone"})
-_KIND_FLAGS = frozenset({"module", "no-python", "use-env"})
-_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
-_UNSUPPORTED = {
-    "run-path": "name the script without it",
-    "numa-binding": "set cpus_per_gpu; clustertrain binds ranks to the cores near their GPUs",
-    "virtual-local-rank": "let the program read LOCAL_RANK",
-}
-_OWN_PROCESSES = "name the program itself: clustertrain starts a process for each GPU"
-_OTHER_LAUNCHERS = {
-    **dict.fromkeys(MPI, _OWN_PROCESSES),
-    "horovodrun": "let the program use torch.distributed, and name it without horovodrun",
-    "srun": "name the program itself; clustertrain runs srun",
-    "sbatch": "name the program itself; clustertrain runs sbatch",
-}
 ACCELERATE_SETTINGS = (
     "name the script itself after --, and give the settings of its configuration with --env: "
     "ACCELERATE_MIXED_PRECISION=bf16, ACCELERATE_USE_FSDP=true and FSDP_…, ACCELERATE_USE_DEEPSPEED=true and "
     "ACCELERATE_DEEPSPEED_…"
 )
+_READ_HERE = frozenset({"accelerate launch", "trl"})  # with the packages of their own environment
 
 
 @dataclass(frozen=True)
@@ -83,85 +52,115 @@ def replace_launcher(request: SubmitRequest) -> Translation:
     if not request.command:
         return Translation(request)
     command = request.command
-    index = find_program(command, starts_with_launcher).index
-    head, inner = command[:index], command[index:]
+    place = find_program(command, starts_with_launcher)
+    head, inner = command[: place.index], command[place.index :]
     if inner[0] in MODULE_OPTIONS:  # uv run -m MODULE
         inner = ("python", "-m", *inner[1:])
-    _check_hidden_launcher(request, inner)
+    check_wrappers(place, inner)
+    notes = _check_hidden_launcher(request)
     name, arguments = split_launcher(inner)
-    if name in _OTHER_LAUNCHERS:
+    if name in OTHERS:
         raise _refuse_other(request, name, arguments)
-    if name not in _LAUNCHER_MODULES.values():
-        return Translation(request)
-    program_path = PurePath(inner[0])
-    # The launcher's own environment: /env/bin/torchrun stands beside /env/bin/python.
-    python = inner[0] if is_python(program_path.name) else str(program_path.with_name("python"))
-    launch = _read_launch(request, head, name, inner, python, arguments)
-    job, notes = _merge_sizes(name, request, launch.sizes)
+    if not name:
+        return Translation(request, notes)
+    launch = _read_launch(request, head, name, inner, arguments)
+    job, size_notes = _merge_sizes(name, request, launch)
+    index = launch.local_rank_index
     translated = dataclasses.replace(
         request,
         command=(*head, *launch.command),
         job=job,
         env={**launch.env, **request.env},
-        local_rank_index=None if launch.local_rank_index is None else index + launch.local_rank_index,
+        local_rank_index=None if index is None else place.index + index,
     )
-    note = f"{name} is replaced by clustertrain's own launch, with the same environment for each rank"
-    return Translation(translated, (note, *notes))
+    note = f"{name} is replaced by clustertrain's own launch; each rank runs {shlex.join(launch.command[:4])}"
+    note += " …" if len(launch.command) > 4 else ""
+    return Translation(translated, (note, *_note_python_options(name, inner), *launch.notes, *size_notes))
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """What a launcher would start."""
+def check_wrappers(place: InnerProgram, inner: Sequence[str]) -> None:
+    """Refuse a launcher behind a program that cannot start it once for each rank.
 
-    command: list[str]
-    sizes: dict[str, str]
-    """By torchrun's options."""
-    env: dict[str, str] = field(default_factory=dict)
-    local_rank_index: int | None = None
+    Raises:
+        UsageError: there is one.
+    """
+    last = place.steps[-1] if place.steps else None
+    if last is not None and last.name == "hatch" and ":" in inner[0]:
+        environment, _, program = inner[0].rpartition(":")
+        if starts_with_launcher([program, *inner[1:]]):
+            raise UsageError(
+                f"hatch run {inner[0]}: a launcher with an environment in its name",
+                fix=f"write hatch -e {environment} run {program} …",
+            )
+    if not starts_with_launcher(inner):
+        return
+    name = name_launcher(inner)
+    for step in place.steps:
+        if step.wrapper.is_tool_runner:
+            raise UsageError(
+                f"{name} behind {step.name}: the ranks cannot use the environment that it makes for {name}",
+                fix=f"write uv run --no-project --with PACKAGE {name} …, or activate an environment that has {name}",
+            )
+        if step.wrapper.is_lock:
+            raise UsageError(
+                f"{name} behind {step.name}: each rank would wait for the lock of the first", fix=f"remove {step.name}"
+            )
 
 
 def _read_launch(
-    request: SubmitRequest, head: Sequence[str], name: str, inner: Sequence[str], python: str, arguments: list[str]
-) -> _Launch:
-    if name == "accelerate launch":
+    request: SubmitRequest, head: Sequence[str], name: str, inner: Sequence[str], arguments: list[str]
+) -> Launch:
+    if name in _READ_HERE:
         if head:
-            raise refuse_wrapped_accelerate(PurePath(head[0]).name)
+            raise refuse_wrapped_accelerate(name, PurePath(head[0]).name)
         if container.find_image(request):
             raise UsageError(
-                "accelerate launch: its options are read with accelerate, which is in the image",
-                fix=ACCELERATE_SETTINGS,
+                f"{name}: its options are read with {name.split(maxsplit=1)[0]}, which is in the image",
+                fix=ACCELERATE_SETTINGS if name != "trl" else _name_trl_script(arguments),
             )
-        env, sizes, program = read_accelerate(request, _find_python(request, python), arguments)
-        return _Launch(program, sizes, env)
+        python = _find_in_path(request, find_python(request, inner[0]))
+        return read_accelerate(request, name, python, arguments)
+    # Behind a wrapper or in an image, the launcher and its Python are those of another environment.
+    is_here = not head and not container.find_image(request)
+    python = find_python(request, inner[0]) if is_here else name_python(inner[0])
     if name == "deepspeed":
-        env, sizes, program, index = read_deepspeed(request, python, arguments)
-        return _Launch(program, sizes, env, index)
-    return _read_torchrun(inner, python, arguments)
+        return read_deepspeed(request, python, arguments)
+    is_old = any(word.endswith(OLD_LAUNCH) for word in inner[: len(inner) - len(arguments)])
+    return read_torchrun(python, arguments, passes_local_rank=is_old)
 
 
-def _read_torchrun(inner: Sequence[str], python: str, arguments: Sequence[str]) -> _Launch:
-    sizes, kinds, program = parse_torchrun(arguments)
-    if not program:
-        raise UsageError("torchrun: no program after its options", fix="name the script: -- torchrun SCRIPT ARGS")
-    start, index = [python, *(["-m"] if "module" in kinds else [])] if "no-python" not in kinds else [], None
-    if _OLD_LAUNCH in inner[: -len(arguments)] and "use-env" not in kinds:
-        index = len(start) + 1
-        program.insert(1, "--local-rank")
-    return _Launch([*start, *program], sizes, local_rank_index=index)
+def _find_in_path(request: SubmitRequest, python: str) -> str:
+    """Return the path of ``python``, which may be a bare name."""
+    found = shutil.which(python, path=request.environ.get("PATH")) if "/" not in python else str(request.cwd / python)
+    if found is None:
+        raise UsageError(f"{python}: not in PATH", fix="activate the environment of the program")
+    return found
 
 
-def refuse_wrapped_accelerate(wrapper: str) -> UsageError:
-    """Return the refusal of ``accelerate launch`` behind ``wrapper``."""
+def _note_python_options(name: str, inner: Sequence[str]) -> list[str]:
+    """Note the options of the Python that runs a launcher, which that does not pass on either."""
+    if not is_python(inner[0]):
+        return []
+    options = [option for option in find_python_program(inner).options if option != "-u"]
+    return [f"python {' '.join(options)}: for {name} alone; the ranks do not get it"] if options else []
+
+
+def _name_trl_script(arguments: Sequence[str]) -> str:
+    return f"name the script that each rank runs: -- python -m trl.scripts.{arguments[0]} ARGS"
+
+
+def refuse_wrapped_accelerate(name: str, wrapper: str) -> UsageError:
+    """Return the refusal of ``accelerate launch`` or ``trl`` behind ``wrapper``."""
     return UsageError(
-        f"accelerate launch behind {wrapper}: its configuration cannot be read from here",
-        fix="export the variables in your shell, and start accelerate launch without env"
+        f"{name} behind {wrapper}: its configuration cannot be read from here",
+        fix=f"export the variables in your shell, and start {name} without env"
         if wrapper == "env"
-        else f"activate the environment of accelerate, and start accelerate launch without {wrapper}",
+        else f"activate the environment of {name.split(maxsplit=1)[0]}, and start {name} without {wrapper}",
     )
 
 
 def _refuse_other(request: SubmitRequest, name: str, arguments: Sequence[str]) -> UsageError:
-    fix = _OTHER_LAUNCHERS[name]
+    fix = OTHERS[name]
     if name in MPI:
         try:
             launch = parse_mpi(name, arguments)
@@ -174,140 +173,69 @@ def _refuse_other(request: SubmitRequest, name: str, arguments: Sequence[str]) -
         per_node = "" if request.wrapped else "--gpus is per node; "
         program = shlex.join(launch.program) or "PROGRAM"
         fix = f"{start} -- {program} ({per_node}ranks get RANK, LOCAL_RANK and WORLD_SIZE, not OMPI_*)"
-    return UsageError(f"{name}: not translated; clustertrain starts the processes itself", fix=fix)
+    elif name == "srun":
+        fix = "name the program itself; --nodes, --gpus and --sbatch NAME=VALUE say what srun was given"
+    return UsageError(f"{name} in front of the program is not supported: clustertrain starts the processes", fix=fix)
 
 
-def _check_hidden_launcher(request: SubmitRequest, command: Sequence[str]) -> None:
-    """Refuse a launcher that a shell or a container would start for each rank.
+def _check_hidden_launcher(request: SubmitRequest) -> tuple[str, ...]:
+    """Refuse a launcher that a shell, a script or a container would start for each rank; note one under a condition.
 
     Raises:
         UsageError: there is one.
     """
-    name = PurePath(command[0]).name
-    found = find_hidden_launcher(command)
-    if not found:
-        return
-    if name in CONTAINER_RUNTIMES and request.wrapped:  # the batch script starts the containers
-        fix = (
-            f"leave {found} out: name the program after {name} and its image; it has to get the variables of the ranks"
-        )
-    elif name in CONTAINER_RUNTIMES:
-        how = f"and {found} without {name} after --"
-        if found == "accelerate launch":
-            how = ACCELERATE_SETTINGS
-        elif found in _OTHER_LAUNCHERS:
-            how = f"and the program without {name} and {found} after --"
-        fix = f"name the image with --container IMAGE, {how}"
-    elif request.wrapped:
-        fix = f"name {found} itself after --, and put the other commands into the batch script, before srun"
-    else:
-        fix = (
-            f"name {found} itself after --; give variables with --env NAME=VALUE, and set-up in `setup` of the cluster "
-            "profile"
-        )
-    raise UsageError(f"{found} inside {name}: each rank would start {found} again", fix=fix)
-
-
-def find_hidden_launcher(command: Sequence[str]) -> str:
-    """Return the launcher that a shell or a container runtime at the start of ``command`` would execute."""
-    for hidden in find_hidden_commands(command, is_program):
-        inner = hidden[find_program(hidden, starts_with_launcher).index :]
-        if found := (name_launcher(inner) or find_hidden_launcher(inner)):
-            return found
-    return ""
-
-
-def name_launcher(words: Sequence[str]) -> str:
-    """Return the launcher that ``words`` start with; empty: none that is known."""
-    if words[0] in MODULE_OPTIONS:
-        words = ["python", "-m", *words[1:]]
-    name, _ = split_launcher(words)
-    return name if name in _LAUNCHER_MODULES.values() or name in _OTHER_LAUNCHERS else ""
-
-
-def starts_with_launcher(words: Sequence[str]) -> bool:
-    """Return whether ``words`` start with a launcher that is known."""
-    return bool(name_launcher(words))
-
-
-def is_program(word: str) -> bool:
-    """Return whether a word names Python, a shell, a wrapper or a launcher."""
-    name = PurePath(word).name
-    return (
-        is_python(word)
-        or name in proc.SHELLS
-        or name in WRAPPERS
-        or name == "accelerate"
-        or bool(name_launcher([word]))
+    found = find_hidden_launcher(request.command, None if container.find_image(request) else request.cwd)
+    if found is None:
+        return ()
+    if found.script and found.is_conditional:
+        return (f"{found.place}: if a rank gets here, it starts {found.name} again, beside the other ranks",)
+    if found.script:
+        raise UsageError(f"{found.place}: each rank would start {found.name} again", fix=_fix_script(request, found))
+    raise UsageError(
+        f"{found.name} inside {found.holder}: each rank would start {found.name} again",
+        fix=_fix_hidden(request, found.name, found.holder),
     )
 
 
-def split_launcher(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the launcher that ``command`` starts with, if any, and the arguments after it."""
-    name, *arguments = PurePath(command[0]).name, *command[1:]
-    if name == "accelerate-launch":
-        return "accelerate launch", arguments
-    if name == "accelerate" and arguments[:1] == ["launch"]:
-        return "accelerate launch", arguments[1:]
-    if is_python(command[0]):
-        options = [a for a in arguments[:2] if a != "-u"]
-        if options[:1] == ["-m"] or arguments[:1] == ["-m"]:
-            at = arguments.index("-m")
-            if arguments[at + 1 : at + 2] and arguments[at + 1] in _LAUNCHER_MODULES:
-                return _LAUNCHER_MODULES[arguments[at + 1]], arguments[at + 2 :]
-        return "", arguments
-    return name, arguments
+def _fix_script(request: SubmitRequest, found: HiddenLauncher) -> str:
+    if request.wrapped:
+        return f"start {found.script} without wrap, and put `clustertrain wrap --` before {found.name} in it"
+    what = "the program of this line" if found.name in OTHERS else "the command of this line"
+    return (
+        f"submit {what} itself after --, with what stands before it in `setup` of the cluster profile; or start "
+        f"{found.script} in a batch script, with `clustertrain wrap --` before {found.name}"
+    )
 
 
-def parse_torchrun(arguments: Sequence[str]) -> tuple[dict[str, str], set[str], list[str]]:
-    """Return the sizes, the flags that say what the program is, and the program with its arguments."""
-    sizes: dict[str, str] = {}
-    kinds: set[str] = set()
-    rest = list(arguments)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        argument = rest.pop(0)
-        if argument == "--":
-            break
-        text, has_value, value = argument.lstrip("-").partition("=")
-        name = _SHORT.get(text, text.replace("_", "-")) if argument.startswith("-") else text
-        if name in _KIND_FLAGS:
-            kinds.add(name)
-        elif name in _UNSUPPORTED:
-            raise UsageError(f"torchrun --{name}: cannot be honored", fix=_UNSUPPORTED[name])
-        elif name in _SIZES or name in _OWN:
-            if not has_value:
-                if not rest:
-                    raise UsageError(f"torchrun --{name}: the value is missing")
-                value = rest.pop(0)
-            if name in _SIZES:
-                sizes[name] = value
-        elif name not in _OWN_FLAGS:
-            raise UsageError(
-                f"torchrun {argument}: not an option of torchrun that clustertrain knows",
-                fix="remove it, or name the program without torchrun",
-            )
-    return sizes, kinds, rest
+def _fix_hidden(request: SubmitRequest, found: str, name: str) -> str:
+    if name in CONTAINER_RUNTIMES and request.wrapped:  # the batch script starts the containers
+        return (
+            f"leave {found} out: name the program after {name} and its image; it has to get the variables of the ranks"
+        )
+    if name in CONTAINER_RUNTIMES:
+        how = f"and {found} without {name} after --"
+        if found in _READ_HERE:
+            how = ACCELERATE_SETTINGS
+        elif found in OTHERS:
+            how = f"and the program without {name} and {found} after --"
+        return f"name the image with --container IMAGE, {how}"
+    if request.wrapped:
+        return f"name {found} itself after --, and put the other commands into the batch script, before srun"
+    return (
+        f"name {found} itself after --; give variables with --env NAME=VALUE, and set-up in `setup` of the cluster "
+        "profile"
+    )
 
 
-def _find_python(request: SubmitRequest, python: str) -> str:
-    """Return the path of ``python``, the interpreter beside a launcher that may be a bare name."""
-    found = shutil.which(python, path=request.environ.get("PATH")) if "/" not in python else str(request.cwd / python)
-    if found is None:
-        raise UsageError(f"{python}: not in PATH", fix="activate the environment of the program")
-    return found
-
-
-def _merge_sizes(
-    launcher: str, request: SubmitRequest, sizes: Mapping[str, str]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _merge_sizes(launcher: str, request: SubmitRequest, launch: Launch) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the job's options with the number of nodes and ranks that the launcher was given, and notes.
 
     Raises:
         UsageError: the options contradict the launcher's, or the number is not known.
     """
     merged, notes = dict(request.job), tuple[str, ...]()
-    for option, text in sizes.items():
-        key = _SIZES[option]
+    for option, text in launch.sizes.items():
+        key = SIZES[option]
         if ":" in text:
             raise UsageError(
                 f"torchrun --{option} {text}: a range of sizes cannot be honored", fix=f"use --{key} with one number"
@@ -315,16 +243,13 @@ def _merge_sizes(
         if text.isdecimal():
             number = int(text)
         elif key == "gpus" and "gpus" not in merged and not request.wrapped and not _is_assigned(request, "job.gpus"):
-            is_default = launcher == "deepspeed"  # without --num_gpus
-            how = "deepspeed without --num_gpus" if is_default else f"{launcher} --{option} {text}"
-            number = _find_gpus_per_node(request, how)
-            notes = (f"{how}: {number}, the GPUs per node of the cluster profile",)
+            number, source = _find_default_ranks(request, launcher, text)
+            notes = (source,)
         else:
             continue  # gpu, auto, or a variable of a batch script: the job's size counts
         if merged.setdefault(key, number) != number:
-            raise UsageError(
-                f"--{key} {merged[key]} contradicts {launcher}, which was given {number}", fix="remove one of them"
-            )
+            source = launch.source or f"{launcher}, which was given {number}"
+            raise UsageError(f"--{key} {merged[key]} contradicts {source}", fix=launch.fix)
     return merged, notes
 
 
@@ -333,13 +258,41 @@ def _is_assigned(request: SubmitRequest, key: str) -> bool:
     return key in request.sweep_values or any(parse_assignment(text)[0] == key for text in request.assignments)
 
 
-def _find_gpus_per_node(request: SubmitRequest, option: str) -> int:
+# By launcher: its option for the ranks, without which it starts one for each GPU of the node.
+_DEFAULTS = {"deepspeed": "--num_gpus", "accelerate launch": "--num_processes", "trl": "--num_processes"}
+
+
+def _find_default_ranks(request: SubmitRequest, launcher: str, text: str) -> tuple[int, str]:
+    """Return the ranks per node of a launcher that starts one for each GPU, and a note.
+
+    Raises:
+        UsageError: the number is not known.
+    """
+    option = _DEFAULTS.get(launcher)
+    how = f"{launcher} without {option}" if option else f"{launcher} --nproc-per-node {text}"
     profile = cluster.load_profile(request.job.get("cluster", ""), request.environ)
-    if request.job.get("device", profile.device) == "cpu":
-        raise UsageError(f"{option}: not a number of ranks on CPUs", fix="give --gpus N, the ranks per node")
-    if not profile.gpus_per_node:
+    device = request.job.get("device", "auto")
+    device = profile.device if device == "auto" else device
+    is_here = _runs_here(request)
+    if device == "auto" and is_here and not count_gpus():
+        device = "cpu"
+    if device == "cpu" and launcher in _READ_HERE:
+        return 1, f"{how}: 1 process on CPUs"
+    if device == "cpu":
         raise UsageError(
-            f"{option}: the number of GPUs per node is not known",
-            fix="give --gpus N, or set gpus_per_node in the cluster profile",
+            f"{how} means all GPUs of the node, but this run uses CPUs", fix="give --gpus N, the ranks per node"
         )
-    return profile.gpus_per_node
+    if profile.gpus_per_node:
+        return profile.gpus_per_node, f"{how}: {profile.gpus_per_node}, the GPUs per node of the cluster profile"
+    if is_here:
+        return count_gpus(), f"{how}: {count_gpus()}, the GPUs of this machine"
+    raise UsageError(
+        f"{how}: the number of GPUs per node is not known",
+        fix="give --gpus N, or set gpus_per_node in the cluster profile",
+    )
+
+
+def _runs_here(request: SubmitRequest) -> bool:
+    """Return whether the run will use this machine, which alone knows how many GPUs it has."""
+    backend = request.job.get("backend", "auto")
+    return backend == "local" or (backend == "auto" and shutil.which("sbatch") is None)

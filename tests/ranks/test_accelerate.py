@@ -78,3 +78,52 @@ def test_python_without_accelerate_is_named(tmp_path: Path) -> None:
         launcher.touch()
         (tmp_path / "python").symlink_to("/usr/bin/python3")
         replace_launcher(SubmitRequest(command=(str(launcher), "launch", "x.py"), cwd=tmp_path))
+
+
+TRL = {
+    "__init__.py": "",
+    "scripts/__init__.py": "",
+    "scripts/sft.py": "",
+    "scripts/utils.py": """
+import argparse
+
+
+class TrlParser(argparse.ArgumentParser):
+    def __init__(self, dataclass_types):
+        super().__init__()
+        self.dataclass_types = dataclass_types
+        self.add_argument("--model")
+
+    def parse_args_into_dataclasses(self, args=None, return_remaining_strings=False):
+        raise ValueError("bf16 needs a GPU")
+""",
+    "cli.py": """
+import sys
+from accelerate.commands.launch import launch_command, launch_command_parser
+from trl.scripts.utils import TrlParser
+
+
+def main():
+    rest = TrlParser([dict]).parse_args_into_dataclasses(sys.argv[2:], return_remaining_strings=True)[-1]
+    script = [word for word in sys.argv[2:] if word not in rest]
+    launch_command(launch_command_parser().parse_args([*rest, "/trl/scripts/sft.py", *script]))
+""",
+}
+
+
+def test_trl_separates_the_options_of_accelerate(tmp_path: Path) -> None:
+    """As trl does on a machine with GPUs: the classes of its arguments, which check them, are not needed."""
+    for name, text in TRL.items():
+        (tmp_path / "trl" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "trl" / name).write_text(text)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def translate_trl(*arguments: str) -> SubmitRequest:
+        command = (sys.executable, "-m", "trl.cli", *arguments)
+        return replace_launcher(SubmitRequest(command=command, cwd=tmp_path, environ=environ)).request
+
+    request = translate_trl("sft", "--num_processes", "4", "--model", "m", "--mixed_precision", "bf16")
+    assert request.command == (sys.executable, "/trl/scripts/sft.py", "--model", "m")
+    assert request.job == {"gpus": 4} and request.env["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    with pytest.raises(UsageError, match="trl stf: stf is not a training command of this trl"):
+        translate_trl("stf", "--model", "m")

@@ -17,15 +17,16 @@ from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.body import OWN_VARIABLES, Body, BodySorter, split_body
 from clustertrain.submit.adopt.containers import Container, translate_mounts
 from clustertrain.submit.adopt.directives import parse_directives
-from clustertrain.submit.adopt.expansion import Expansions, Scope
 from clustertrain.submit.adopt.items import Item, ItemReader
 from clustertrain.submit.adopt.outcomes import Findings, Outcome
 from clustertrain.submit.adopt.program import Program, read_launcher
 from clustertrain.submit.adopt.resources import Request, read_request
 from clustertrain.submit.adopt.script_file import find_interpreter
-from clustertrain.submit.adopt.shell import Source
 from clustertrain.submit.adopt.sizes import Sizes, choose_sizes
-from clustertrain.submit.command import is_python
+from clustertrain.submit.hidden_launchers import find_hidden_launcher
+from clustertrain.submit.python_words import is_python
+from clustertrain.submit.shell.expansion import Expansions, Scope
+from clustertrain.submit.shell.words import Source
 
 _MAX_SCRIPT_BYTES = 1 << 20
 _RANK_VARIABLES = re.compile(r"\b(SLURM_PROCID|SLURM_LOCALID|SLURM_NTASKS|SLURM_NODEID|OMPI_COMM_WORLD_\w+)\b")
@@ -119,6 +120,7 @@ class _Composer:
         if self._program.container is not None:
             self._take_container_env(self._program.container)
         command = self._choose_python()
+        self._check_shell_script(script, training)
         self._report_training(training, command)
         profile = self._build_profile()
         text = _format_profile(profile, script) if profile else ""
@@ -216,14 +218,43 @@ class _Composer:
             self._sorter.add(training, "decide", warning, start)
         self._check_program_file(training, command)
 
+    @property
+    def _program_folder(self) -> Path:
+        return self._cwd.joinpath(self._request.chdir, *self._folders())
+
+    def _check_shell_script(self, script: str, training: Item) -> None:
+        """Refuse a command that runs a shell script with a launcher in it, and ask about one under a condition.
+
+        Raises:
+            UsageError: there is one.
+        """
+        if self._program.container is not None or not self._program.words:
+            return
+        found = find_hidden_launcher(self._program.words, self._program_folder)
+        if found is None:
+            return
+        if not found.script:
+            raise UsageError(
+                f"{script}, line {training.line}: {found.name} inside {found.holder}: each rank would start it again",
+                fix=f"write it without {found.holder}",
+            )
+        if found.is_conditional:
+            self._sorter.add(training, "decide", f"{found.place}: each rank that gets here starts {found.name} again")
+            return
+        raise UsageError(
+            f"{script}, line {training.line}: it runs {found.script}, whose line {found.line} starts {found.name}: "
+            f"{found.text}",
+            fix=f"adopt a copy of {found.script} with the #SBATCH lines; or keep both scripts, and put `clustertrain "
+            f"wrap --` before {found.name} in {found.script}",
+        )
+
     def _check_program_file(self, training: Item, command: list[str]) -> None:
         """Look for Slurm's variables in the program: its ranks are not tasks of Slurm."""
         path = next((word for word in command if word.endswith(".py")), None)
         if path is None or self._program.launcher not in ("srun", "mpirun", ""):
             return
         try:
-            file = self._cwd.joinpath(self._request.chdir, *self._folders(), path)
-            with file.open("rb") as stream:
+            with (self._program_folder / path).open("rb") as stream:
                 names = sorted(set(_RANK_VARIABLES.findall(stream.read(_MAX_SCRIPT_BYTES).decode(errors="replace"))))
         except (OSError, ValueError):
             return

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.adopt.expansion import Expansions
 from clustertrain.submit.adopt.items import Assigned, Item
 from clustertrain.submit.adopt.outcomes import MASK, Findings, OutcomeKind, is_secret
+from clustertrain.submit.shell.expansion import Expansions
 
 # torchrun's variables, and those of the frameworks for the same things.
 OWN_VARIABLES = frozenset({
@@ -310,7 +310,7 @@ class BodySorter:
         first = next((i for i, line in enumerate(setup) if re.match(r"\s*cd\s+[\"']?[/~$]", line)), len(setup))
         if any(_is_relative(line) for line in setup[:first]):
             setup.insert(0, f"cd {self._base}")
-            detail = "set-up: the folder in which the script is submitted, for the relative paths after it"
+            detail = "set-up: relative paths in the lines after it start from this folder, as with sbatch"
             self._findings.add(0, f"cd {self._base}", "profile", detail)
 
     # -- after it

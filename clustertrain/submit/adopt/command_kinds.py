@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Literal
 
-from clustertrain.submit.adopt.expansion import MARK
-from clustertrain.submit.adopt.program import SHELLS, Program
-from clustertrain.submit.command import is_python
+from clustertrain import proc
+from clustertrain.submit.adopt.program import Program
+from clustertrain.submit.launcher_names import name_launcher
+from clustertrain.submit.python_words import find_python_program, is_python
+from clustertrain.submit.shell.expansion import MARK
 from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, WRAPPERS
 
 CommandKind = Literal[
@@ -30,7 +32,6 @@ _BY_NAME: dict[str, CommandKind] = {
     "exit": "exit", "trap": "trap", "sbatch": "chain",
 }  # fmt: skip
 _FILE_TOOLS = frozenset({"cp", "mkdir", "rm", "mv", "ln", "tar", "rsync", "unzip", "pigz", "touch", "chmod", "sbcast"})
-_TRAINING_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
 _TOOL_MODULES = frozenset({"pip", "venv", "virtualenv", "ensurepip", "ipykernel", "compileall", "build", "site"})
 _OUTPUTS = frozenset({">", ">>", ">|", "&>", "&>>"})
 
@@ -51,35 +52,36 @@ def find_kind(program: Program, redirections: Sequence[tuple[str, str]]) -> tupl
         return ("setup" if kind == "print" and writes else kind), 0
     if is_python(name):
         return _judge_python(words, is_started)
-    if name in _TRAINING_LAUNCHERS:
-        is_launch = name != "accelerate" or words[1:2] == ["launch"]
-        return ("training", 3) if is_launch else ("setup", 0)
+    if name_launcher(words):
+        return "training", 3
     if name in WRAPPERS or name in CONTAINER_RUNTIMES:
-        inner = [w for w in words[1:] if PurePath(w).name in _TRAINING_LAUNCHERS or is_python(w) or w.endswith(".py")]
-        return ("training", 3 if is_started or PurePath(inner[0]).name == "torchrun" else 2) if inner else ("setup", 0)
+        starts = [at for at in range(1, len(words)) if name_launcher(words[at:])]
+        if starts or any(is_python(w) or w.endswith(".py") for w in words[1:]):
+            return "training", 3 if is_started or starts else 2
+        return "setup", 0
     if name in _FILE_TOOLS:
         return "setup", 0
     if is_started:
         return "training", 3
     if MARK.fullmatch(words[0]):
         return "setup", 0
-    if (name in SHELLS and len(words) > 1) or words[0].startswith(("./", "../")):
+    if (name in proc.SHELLS and len(words) > 1) or words[0].startswith(("./", "../")):
         return "training", 1
     return "setup", 0
 
 
 def _judge_python(words: Sequence[str], is_started: bool) -> tuple[CommandKind, int]:
-    arguments = [word for word in words[1:] if word not in ("-u", "-B", "-O", "-s", "-E", "-I")]
-    first = arguments[0] if arguments else "-V"
-    if first in ("-V", "--version", "-VV"):
-        return "print", 0
-    if first == "-c":
-        return ("print" if "print" in " ".join(arguments) else "setup"), 0
-    if first == "-m":
-        module = arguments[1] if len(arguments) > 1 else ""
-        if module.split(".")[0] in _TOOL_MODULES:
+    if name_launcher(words):
+        return "training", 3
+    program = find_python_program(words)
+    if program.kind == "code":
+        return ("print" if "print" in " ".join(words) else "setup"), 0
+    if program.kind == "none":
+        return "print", 0  # python --version
+    if program.kind == "module":
+        if program.module.split(".")[0] in _TOOL_MODULES:
             return "setup", 0
-        return "training", 3 if is_started or module.startswith("torch.distributed.") else 2
-    if PurePath(first).name == "setup.py":
+        return "training", 3 if is_started else 2
+    if PurePath(words[program.index]).name == "setup.py":
         return "setup", 0
     return "training", 3 if is_started else 2

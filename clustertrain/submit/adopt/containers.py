@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from clustertrain.config.container import REGISTRY_PREFIX, format_mount, parse_mount
 from clustertrain.errors import UsageError
-from clustertrain.submit.adopt.expansion import MARK
+from clustertrain.submit.shell.expansion import MARK
 
 APPTAINER = frozenset({"apptainer", "singularity"})
 _FIX = "clustertrain submit --container IMAGE --container-mount SRC:DST -- COMMAND starts the container without it"

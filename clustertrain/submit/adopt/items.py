@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from clustertrain import proc
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt import program as programs
 from clustertrain.submit.adopt.command_kinds import CommandKind, find_kind
-from clustertrain.submit.adopt.expansion import MARK, Expansions, Scope, Value
-from clustertrain.submit.adopt.program import SHELLS, Program
-from clustertrain.submit.adopt.shell import Source, Token
-from clustertrain.submit.adopt.statements import Command, Statement, split_statements
+from clustertrain.submit.adopt.program import Program
+from clustertrain.submit.shell.expansion import MARK, Expansions, Scope, Value
+from clustertrain.submit.shell.statements import Command, Statement, split_statements
+from clustertrain.submit.shell.words import Source, Token
 
 _MAX_SCRIPTS = 4  # `bash -c` inside `bash -c`
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -185,7 +186,7 @@ class ItemReader:
             return None
         if words[0] == "eval" and len(words) > 1 and not MARK.fullmatch(" ".join(words[1:])):
             return Source(" ".join(words[1:]), source.name, item.line)
-        if item.program is None or item.program.name not in SHELLS:
+        if item.program is None or item.program.name not in proc.SHELLS:
             return None
         options = [word for word in words[1:] if word.startswith("-")]
         flag = next((index for index, word in enumerate(words) if re.fullmatch(r"-[a-z]*c", word)), None)

@@ -9,29 +9,22 @@ from pathlib import PurePath
 
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.containers import APPTAINER, Container, parse_apptainer, refuse_runtime, take_option
-from clustertrain.submit.adopt.expansion import MARK
 from clustertrain.submit.adopt.slurm_options import SRUN, GivenOption, parse_options
-from clustertrain.submit.command import is_python
-from clustertrain.submit.launchers import (
-    ACCELERATE_SETTINGS,
-    find_hidden_launcher,
-    is_program,
-    name_launcher,
-    parse_torchrun,
-    refuse_wrapped_accelerate,
-    split_launcher,
-    starts_with_launcher,
-)
+from clustertrain.submit.hidden_launchers import find_contained_command, find_hidden_launcher
+from clustertrain.submit.launcher_names import OLD_LAUNCH, OTHERS, name_launcher, split_launcher, starts_with_launcher
+from clustertrain.submit.launcher_python import name_python
+from clustertrain.submit.launchers import ACCELERATE_SETTINGS, check_wrappers, refuse_wrapped_accelerate
 from clustertrain.submit.mpi_launch import MPI, parse_mpi
+from clustertrain.submit.python_words import is_python
+from clustertrain.submit.shell.expansion import MARK
+from clustertrain.submit.torchrun_launch import parse_torchrun
 from clustertrain.submit.wrappers import (
     CONTAINER_RUNTIMES,
     MODULE_OPTIONS,
     WRAPPERS,
-    find_hidden_commands,
     find_program,
 )
 
-SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 _ISOLATED = frozenset({"docker", "nerdctl", "podman"})  # their containers have no variable that they are not given
 _WITHOUT_EFFECT = frozenset({"command", "exec", "nohup", "time"})
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -57,8 +50,8 @@ class Program:
 
     words: list[str]
     launcher: str = ""
-    """The launcher nearest to the program: ``torchrun``, ``accelerate launch``, ``deepspeed``, ``srun``, ``mpirun``;
-    empty: the shell starts it once."""
+    """The launcher nearest to the program: ``torchrun``, ``accelerate launch``, ``deepspeed``, ``trl``, ``srun``,
+    ``mpirun``; empty: the shell starts it once."""
     ranks_per_node: int | None = None
     """What the launcher was given."""
     nodes: int | None = None
@@ -195,20 +188,19 @@ def read_launcher(program: Program, *, is_wrapped: bool = False) -> None:
         program.words = _read_torchrun(program, arguments, is_wrapped)
     elif name == "deepspeed":
         program.words = _read_deepspeed(program, arguments, is_wrapped)
-    elif name in WRAPPERS or name in CONTAINER_RUNTIMES:
+    elif name == "trl":
+        program.launcher = "trl"  # submit reads its options
+    elif name in OTHERS:
+        raise UsageError(f"{name}: clustertrain starts the processes itself", fix=OTHERS[name])
+    elif program.name in WRAPPERS or program.name in CONTAINER_RUNTIMES:
         _read_wrapped(program)
 
 
-def _beside(program: Program) -> str:
-    """Return the Python of the environment that has the launcher."""
-    path = PurePath(program.words[0])
-    return program.words[0] if is_python(path.name) else str(path.with_name("python"))
-
-
 def _read_torchrun(program: Program, arguments: list[str], is_wrapped: bool) -> list[str]:
-    python, head = _beside(program), program.words[: len(program.words) - len(arguments)]
-    sizes, kinds, rest = parse_torchrun(arguments)
-    passes_local_rank = "torch.distributed.launch" in head and "use-env" not in kinds
+    python, head = name_python(program.words[0]), program.words[: len(program.words) - len(arguments)]
+    launch = parse_torchrun(arguments)
+    sizes, kinds, rest = launch.sizes, launch.kinds, launch.program
+    passes_local_rank = any(word.endswith(OLD_LAUNCH) for word in head) and "use-env" not in kinds
     _check_program("torchrun", rest)
     program.launcher = "torchrun"
     program.replaced.append("torchrun and its options")
@@ -222,7 +214,7 @@ def _read_torchrun(program: Program, arguments: list[str], is_wrapped: bool) -> 
 
 
 def _read_deepspeed(program: Program, arguments: list[str], is_wrapped: bool) -> list[str]:
-    python, rest, flags = _beside(program), list(arguments), set[str]()
+    python, rest, flags = name_python(program.words[0]), list(arguments), set[str]()
     head = program.words[: len(program.words) - len(arguments)]
     short = {"H": "hostfile", "i": "include", "e": "exclude"}
     while rest and rest[0].startswith("-"):
@@ -290,15 +282,17 @@ def _read_wrapped(program: Program) -> None:
     if program.name in CONTAINER_RUNTIMES:
         _check_runtime(words)
         return
-    index = find_program(words, starts_with_launcher).index
+    place = find_program(words, starts_with_launcher)
+    check_wrappers(place, words[place.index :])
+    index = place.index
     if index == 0 or MARK.search(words[index]):  # variables stand before it: what they hold is not known
         names = [bool(name_launcher([word])) or word == "accelerate" or is_python(word) for word in words]
         index = names.index(True) if True in names else len(words)
     is_module = index < len(words) and words[index] in MODULE_OPTIONS
     inner = Program(["python", "-m", *words[index + 1 :]] if is_module else words[index:])
     read_launcher(inner, is_wrapped=True)
-    if inner.launcher == "accelerate launch":
-        raise refuse_wrapped_accelerate(program.name)
+    if inner.launcher in ("accelerate launch", "trl"):
+        raise refuse_wrapped_accelerate(inner.launcher, program.name)
     if not inner.launcher:
         return
     program.words = [*words[:index], *inner.words]
@@ -313,9 +307,8 @@ def _check_runtime(words: list[str]) -> None:
     name = PurePath(words[0]).name
     if name in APPTAINER:
         parse_apptainer(words)  # says which option is in the way
-    inner = next(iter(find_hidden_commands(words, is_program)), [])
     if name in _ISOLATED or find_hidden_launcher(words):
-        raise refuse_runtime(name, inner)
+        raise refuse_runtime(name, find_contained_command(words))
 
 
 def _check_program(launcher: str, rest: Sequence[str]) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePath
 
-from clustertrain import reading
+from clustertrain import proc, reading
 from clustertrain.errors import NotFound, UsageError
 
 MAX_BYTES = reading.MIB // 4
 DIRECTIVE = re.compile(r"^#SBATCH(?P<options>.*)$", re.MULTILINE)
-_SHELLS = frozenset({"bash", "sh", "dash", "ksh", "zsh"})
 _RESERVED = re.compile("[\ue000\ue001]")
 
 
@@ -53,7 +52,7 @@ def check_script(data: bytes, name: str) -> str:
             f"{name}: has DOS line breaks, which sbatch refuses", fix=f"convert it: sed -i 's/\\r$//' {name}"
         )
     _check_interpreter(text, name)
-    # These two mark what only a shell can expand (expansion.py).
+    # These two mark what only a shell can expand (shell/expansion.py).
     return _RESERVED.sub("\ufffd", text)
 
 
@@ -70,7 +69,7 @@ def _check_interpreter(text: str, name: str) -> None:
     words = find_interpreter(text)
     if words:
         shell = PurePath(words[0]).name
-        if shell not in _SHELLS:
+        if shell not in proc.SHELLS:
             raise UsageError(
                 f"{name}: is a script for {shell}; adopt reads those for bash and sh",
                 fix="submit the program itself: clustertrain submit -- COMMAND",

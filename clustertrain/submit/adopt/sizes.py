@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind
 from clustertrain.submit.adopt.program import Program
 from clustertrain.submit.adopt.resources import Request
+from clustertrain.submit.launcher_names import REPLACED
 
 _SRUN_SIZES = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "gres", "gpus")
 
@@ -115,7 +116,7 @@ class _Chooser:
     def _find_ranks(self, nodes: int, tasks: int) -> int | None:
         """Return the ranks per node that the script starts; None if it is not known."""
         program = self._program
-        if program.launcher in ("torchrun", "accelerate launch", "deepspeed"):
+        if program.launcher in REPLACED:
             total = program.total and max(1, program.total // (program.nodes or nodes))
             return program.ranks_per_node or total or None
         if program.launcher == "mpirun":
@@ -129,7 +130,7 @@ class _Chooser:
             if not launcher and nodes > 1:
                 self._ask(f"the script starts one process; here each of the {nodes * gpus} GPUs gets one")
             return gpus
-        if launcher in ("torchrun", "accelerate launch", "deepspeed"):
+        if launcher in REPLACED:
             if ranks < gpus:
                 self._ask(f"{launcher} starts {ranks} ranks on nodes with {gpus} GPUs: {ranks} GPUs are requested")
                 return ranks

@@ -6,9 +6,10 @@ import shlex
 import shutil
 from pathlib import PurePath
 
-from clustertrain.submit.command import is_file, is_python
-from clustertrain.submit.launchers import name_launcher
+from clustertrain.submit.command import is_file
+from clustertrain.submit.launcher_names import name_launcher
 from clustertrain.submit.prepared_run import ResolvedRun
+from clustertrain.submit.python_words import is_python
 from clustertrain.submit.request import SubmitRequest
 
 _MAX_SHOWN = 60  # characters of a command
@@ -38,4 +39,8 @@ def note_missing_snapshot(run: ResolvedRun) -> list[str]:
     named = next((w for w in words[1:] if w.endswith((".py", ".sh")) and is_file(cwd / w)), None)
     if named is None:
         return []
-    return [f"{PurePath(words[0]).name} …: no snapshot of the code; edits of {named} reach the next attempt"]
+    program = PurePath(words[0]).name
+    return [
+        f"The code is not copied, because clustertrain cannot see what {program} runs: if you edit {named}, the next "
+        "attempt uses the edited file"
+    ]

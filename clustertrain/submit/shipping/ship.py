@@ -9,8 +9,8 @@ from pathlib import Path
 from clustertrain.errors import ConfigError
 from clustertrain.run.shipped_environment import ShippedEnvironment
 from clustertrain.submit import code_snapshot
-from clustertrain.submit.command import is_python
 from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.python_words import is_python
 from clustertrain.submit.shipping.environment import PythonEnvironment, find_environment
 
 OnProgress = Callable[[int, int], object]

@@ -187,6 +187,17 @@ def test_what_the_user_has_to_decide_is_listed(name: str, line: int, text: str, 
     assert "To decide:" in out and detail in out
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_table_fits_the_terminal(columns: int, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(SCRIPTS)
+    out = run_cli("adopt", "megatron.sbatch")[1]
+    table, _, rest = out.partition("\nTo decide:\n")
+    questions = rest.partition("\n\n")[0]
+    assert max(map(len, [*table.splitlines(), *questions.splitlines()])) <= columns
+    assert "MASTER_PORT=6000" in table and "a state of the batch script" in " ".join(questions.split())
+
+
 def test_secrets_are_neither_printed_nor_stored(run_cli: RunCli, tmp_path: Path) -> None:
     for args in ([], ["--json"], ["--write", "site"]):
         code, out, _ = run_cli("adopt", *args, str(SCRIPTS / "conda.sbatch"))

@@ -24,17 +24,32 @@ TORCHRUN = {
     ("torchrun", "train.py", "--lr", "1"): ("python", "train.py", "--lr", "1"),
     ("torchrun", "--standalone", "--nproc-per-node=2", "train.py"): ("python", "train.py"),
     ("torchrun", "--nproc_per_node", "2", "-m", "pkg.train", "-x"): ("python", "-m", "pkg.train", "-x"),
-    ("/env/bin/torchrun", "train.py"): ("/env/bin/python", "train.py"),
+    ("env/bin/torchrun", "train.py"): ("env/bin/python", "train.py"),
     ("torchrun", "--no-python", "./run", "a"): ("./run", "a"),
     ("torchrun", "-r", "3", "-t", "3", "--", "train.py"): ("python", "train.py"),
     ("/env/bin/python", "-m", "torch.distributed.run", "train.py"): ("/env/bin/python", "train.py"),
     ("python3", "-u", "-m", "torch.distributed.launch", "--use_env", "train.py"): ("python3", "train.py"),
+    ("python", "-OO", "-m", "torch.distributed.run", "train.py"): ("python", "train.py"),
+    ("python", "-W", "ignore", "-X", "importtime", "-m", "torch.distributed.run", "t.py"): ("python", "t.py"),
+    ("python", "-Im", "torch.distributed.run", "train.py"): ("python", "train.py"),
+    ("python", "-BEsu", "-mtorch.distributed.run", "train.py"): ("python", "train.py"),
+    ("python", "--check-hash-based-pycs", "never", "-m", "torch.distributed.run", "t.py"): ("python", "t.py"),
+    ("python", "env/bin/torchrun", "train.py"): ("python", "train.py"),
 }
 
 
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """Return a folder with an environment ``env`` that has launchers."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    for name in ("torchrun", "deepspeed", "python"):
+        (tmp_path / "env" / "bin" / name).touch()
+    return tmp_path
+
+
 @pytest.mark.parametrize("command", TORCHRUN)
-def test_torchrun_is_replaced(command: tuple[str, ...]) -> None:
-    translation = replace_launcher(request(*command))
+def test_torchrun_is_replaced(command: tuple[str, ...], environment: Path) -> None:
+    translation = replace_launcher(request(*command, cwd=environment))
     assert translation.request.command == TORCHRUN[command]
     assert "torchrun is replaced" in translation.notes[0]
 
@@ -66,6 +81,11 @@ WRAPPED = {
     "conda run -n x /env/bin/torchrun train.py": "conda run -n x /env/bin/python train.py",
     "timeout -k 5 1h taskset -c 0-3 torchrun train.py": "timeout -k 5 1h taskset -c 0-3 python train.py",
     "nsys profile -o out --trace=cuda torchrun train.py": "nsys profile -o out --trace=cuda python train.py",
+    "strace -f -o out torchrun train.py": "strace -f -o out python train.py",
+    "chrt -f 10 numactl -N 0 torchrun train.py": "chrt -f 10 numactl -N 0 python train.py",
+    "perf stat -e cycles torchrun train.py": "perf stat -e cycles python train.py",
+    "hatch -e test run torchrun train.py": "hatch -e test run python train.py",
+    "uv run python -O -m torch.distributed.run train.py": "uv run python train.py",
 }
 
 
@@ -88,7 +108,21 @@ def test_launcher_behind_a_wrapper_has_sizes_and_passes_the_local_rank() -> None
     "command",
     [
         "python train.py -m torch.distributed.run",
-        "trl sft --x",
+        "trl env",
+        "trl vllm-serve --model x",
+        "trl --help",
+        "torchrun --help",
+        "accelerate config",
+        "tune run recipe --config c",
+        "llamafactory-cli version",
+        "composer install",
+        "python -O train.py -m torch.distributed.run",
+        "python -c pass -m torch.distributed.run",
+        "uvx ruff check torchrun",
+        "uv tool run ruff torchrun",
+        "hatch run test:python train.py torchrun",
+        "flock F python train.py torchrun",
+        "env -S python train.py torchrun",
         "uv run train.py torchrun",
         "uv run --with torchrun python train.py torchrun x.py",
         "env A=torchrun python train.py",
@@ -134,11 +168,28 @@ def test_sizes_of_torchrun_are_the_job_s() -> None:
         (("torchrun", "--elastic", "x.py"), "not an option of torchrun"),
         (("torchrun", "--nnodes"), "the value is missing"),
         (("torchrun", "--nnodes=1"), "no program after its options"),
-        (("mpirun", "-n", "4", "x"), "mpirun: not translated.*--gpus 4 -- x .*not OMPI"),
+        (("mpirun", "-n", "4", "x"), "mpirun in front of the program is .*--gpus 4 -- x .*not OMPI"),
         (("env", "A=1", "mpirun", "-np", "8", "-N", "4", "x"), "--nodes 2 --gpus 4 -- x"),
         (("mpiexec", "--bogus", "x"), "--gpus N -- PROGRAM"),
-        (("horovodrun", "-np", "4", "python", "x.py"), "horovodrun: not translated"),
-        (("srun", "-n", "4", "x"), "srun: not translated"),
+        (("horovodrun", "-np", "4", "python", "x.py"), "horovodrun in front of the program"),
+        (("srun", "-n", "4", "x"), "srun in front of the program is not supported: clustertrain starts the processes"),
+        (("axolotl", "train", "c.yml"), "axolotl train in front.*-- python -m axolotl.cli.train CONFIG"),
+        (("llamafactory-cli", "train", "c.yml"), "-- python -m llamafactory.launcher CONFIG"),
+        (("python", "-m", "llamafactory.cli", "train", "c.yml"), "llamafactory-cli train in front"),
+        (("tune", "run", "--nproc_per_node", "8", "recipe"), "leave its options for torchrun out, and give --gpus"),
+        (("fabric", "run", "x.py"), "fabric run in front.*let it call fabric.launch"),
+        (("composer", "-n", "8", "x.py"), "composer in front.*-- python SCRIPT"),
+        (("ibrun", "python", "x.py"), "ibrun in front.*name the program itself"),
+        (("uvx", "torchrun", "x.py"), "torchrun behind uvx: .*write uv run --no-project --with PACKAGE torchrun"),
+        (("uvx", "--from", "torch", "torchrun", "x.py"), "torchrun behind uvx"),
+        (("uv", "tool", "run", "--from", "torch", "torchrun", "x.py"), "torchrun behind uv tool run"),
+        (("pipx", "run", "--spec", "torch", "torchrun", "x.py"), "torchrun behind pipx"),
+        (("hatch", "run", "test:torchrun", "x.py"), "hatch run test:torchrun: .*write hatch -e test run torchrun"),
+        (("flock", "F", "torchrun", "x.py"), "torchrun behind flock: each rank would wait for the lock"),
+        (("env", "-S", "A=1 torchrun x.py"), "torchrun inside env -S: each rank would start torchrun again"),
+        (("nice", "env", "-iStorchrun x.py"), "torchrun inside env -S"),
+        (("uv", "run", "trl", "sft", "--x"), "trl behind uv: .*start trl without uv"),
+        (("apptainer", "exec", "i.sif", "trl", "sft"), "trl inside apptainer"),
         (("uv", "run", "accelerate", "launch", "x.py"), "accelerate launch behind uv: .* without uv"),
         (("env", "A=1", "accelerate-launch", "x.py"), "accelerate launch behind env: .*export the variables"),
         (("bash", "-c", "torchrun x.py"), "torchrun inside bash: .*name torchrun itself"),
@@ -181,8 +232,10 @@ def test_gpus_of_torchrun_are_the_profile_s(tmp_path: Path) -> None:
     assert translate(assignments=("job.gpus=2",))[0] == {}
     assert translate(wrapped=True)[0] == {}
     with pytest.raises(UsageError, match=r"torchrun --nproc-per-node gpu: the number of GPUs.*\n.*give --gpus N"):
-        translate()
-    with pytest.raises(UsageError, match="torchrun --nproc-per-node gpu: not a number of ranks on CPUs"):
+        translate(job={"backend": "slurm"})
+    with pytest.raises(
+        UsageError, match="torchrun --nproc-per-node gpu means all GPUs of the node, but this run uses CPUs"
+    ):
         translate(job={"cluster": "site", "device": "cpu"})
 
 
@@ -190,6 +243,7 @@ def test_python_without_accelerate_is_named(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without the packages of its environment
     python.chmod(0o755)
+    (tmp_path / "accelerate").touch()
     with pytest.raises(UsageError, match=f"accelerate launch: {python} has no accelerate") as e:
         replace_launcher(request(str(tmp_path / "accelerate"), "launch", "train.py", cwd=tmp_path))
     assert "activate the one that has it" in str(e.value.fix)
@@ -197,7 +251,7 @@ def test_python_without_accelerate_is_named(tmp_path: Path) -> None:
 
 DEEPSPEED = {
     ("deepspeed", "train.py", "--deepspeed", "ds.json"): "python -u train.py --local_rank --deepspeed ds.json",
-    ("/env/bin/deepspeed", "--no_local_rank", "train.py"): "/env/bin/python -u train.py",
+    ("env/bin/deepspeed", "--no_local_rank", "train.py"): "env/bin/python -u train.py",
     ("deepspeed", "--module", "--master_port", "1", "pkg.train", "-x"): "python -u -m pkg.train --local_rank -x",
     ("deepspeed", "-q", "--no_python", "--launcher=slurm", "./run"): "./run --local_rank",
     ("python", "-m", "deepspeed.launcher.runner", "train.py"): "python -u train.py --local_rank",
@@ -206,8 +260,8 @@ DEEPSPEED = {
 
 
 @pytest.mark.parametrize("command", DEEPSPEED)
-def test_launcher_that_passes_the_local_rank_is_replaced(command: tuple[str, ...]) -> None:
-    translated = replace_launcher(request(*command, gpus=2)).request
+def test_launcher_that_passes_the_local_rank_is_replaced(command: tuple[str, ...], environment: Path) -> None:
+    translated = replace_launcher(request(*command, cwd=environment, gpus=2)).request
     assert " ".join(translated.command) == DEEPSPEED[command]
     index = translated.local_rank_index
     assert [i for i, word in enumerate(translated.command) if word.startswith("--local")] == ([index] if index else [])
@@ -215,7 +269,9 @@ def test_launcher_that_passes_the_local_rank_is_replaced(command: tuple[str, ...
 
 def test_deepspeed_without_a_size_means_all_gpus_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="deepspeed without --num_gpus: the number of GPUs per node is not known"):
-        replace_launcher(request("deepspeed", "train.py"))
+        replace_launcher(request("deepspeed", "train.py", backend="slurm"))
+    with pytest.raises(UsageError, match="deepspeed without --num_gpus means all GPUs of the node, but this run uses"):
+        replace_launcher(request("deepspeed", "train.py", device="cpu"))
     (tmp_path / "site.toml").write_text("gpus_per_node = 8\n")
     sized = SubmitRequest(
         command=("deepspeed", "train.py"), job={"cluster": "site"},
@@ -251,6 +307,9 @@ def test_hosts_and_environment_of_deepspeed_are_the_job_s(tmp_path: Path) -> Non
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").touch()
+    (tmp_path / "plain.sh").touch()
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    (tmp_path / "lib" / "site-packages" / "tool.py").touch()
     (tmp_path / "run.sh").write_text("#!/bin/bash\n")
     (tmp_path / "run.sh").chmod(0o755)
     (tmp_path / "bin").mkdir()
@@ -268,6 +327,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ((sys.executable, "train.py", "1"), "train.py", 1),
         ((sys.executable, "-u", "-W", "ignore", "train.py"), "train.py", 4),
+        ((sys.executable, "-O", "train.py"), "train.py", 2),
+        ((sys.executable, "-Xdev", "-OO", "train.py"), "train.py", 3),
+        ((sys.executable, "-Om", "pkg.sub.main"), "pkg", None),
+        ((sys.executable, "-mpkg.sub.main"), "pkg", None),
+        ((sys.executable, "lib/site-packages/tool.py"), "", None),
+        (("bash", "-O", "extglob", "run.sh"), "run.sh", 3),
         (("bash", "-e", "run.sh"), "run.sh", 2),
         (("./run.sh", "a"), "run.sh", 0),
         ((sys.executable, "-m", "pkg.sub.main"), "pkg", None),
@@ -297,6 +362,7 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
     [
         (("nosuchprogram", "x"), "nosuchprogram: command not found"),
         ((sys.executable, "missing.py"), "missing.py: no such file"),
+        ((sys.executable, "-O", "missing.py"), "missing.py: no such file"),
         ((sys.executable, "pkg"), "pkg: it is a folder"),
         (("uv", "run", "nope.py"), "nope.py: no such file"),
         (("env", "A=1", "python", "nope.py"), "nope.py: no such file"),
@@ -306,7 +372,8 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
         ((sys.executable, "-m", "nosuchmodule.x"), "has no module nosuchmodule"),
         ((sys.executable, "-m", "json.nope"), "has no module json.nope"),
         ((sys.executable, "-m", "pkg.sub.nope"), "no such module in"),
-        (("./train.py",), "it cannot be executed"),
+        (("./train.py",), r"\./train.py is not executable\n.*write python train.py"),
+        (("./plain.sh",), r"\./plain.sh is not executable\n.*write bash plain.sh"),
         (("./nothing",), "./nothing: no such file"),
         (("./pkg",), "./pkg: it is a folder"),
         (("cat", "a\0b"), "NUL"),
@@ -315,3 +382,8 @@ def test_file_of_the_user_is_found(folder: Path, command: tuple[str, ...], path:
 def test_missing_programs_are_refused(folder: Path, command: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=f"(?s){message}"):
         build_script_spec(request(*command, cwd=folder))
+
+
+def test_missing_python_is_named_as_given(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"--python /nope/python: no such file\n.*name an existing interpreter"):
+        build_script_spec(request("python", "train.py", cwd=folder, python="/nope/python"))

@@ -65,7 +65,7 @@ def test_plain_script_runs_with_the_python_of_the_shell(
         Path(python).write_text("#!/bin/sh\nexit 1\n")
     chosen = choose(tmp_path, script="print()\n")
     assert (chosen.ranks.path, chosen.agents.path) == (python if is_used else sys.executable, sys.executable)
-    assert chosen.note == f"train.py does not use clustertrain: each rank runs it with {chosen.ranks.path}"
+    assert chosen.note == f"train.py does not use clustertrain, so it runs as a command: {chosen.ranks.path} train.py"
 
 
 def test_named_python_runs_ranks_and_agents(tmp_path: Path) -> None:

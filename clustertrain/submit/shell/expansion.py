@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from clustertrain import reading
 from clustertrain.errors import UsageError
-from clustertrain.submit.adopt.shell import Piece, Source, Token, split_tokens
+from clustertrain.submit.shell.words import Piece, Source, Token, split_tokens
 
 MARK = re.compile("\ue000(\\d+)\ue001")
 _PARAMETER = re.compile(r"\$(?:(\w+|[@*#?$!-])|\{(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=?+])(.*))?\})", re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from clustertrain.submit.adopt.shell import REDIRECTIONS, Source, Token, split_tokens
+from clustertrain.submit.shell.words import REDIRECTIONS, Source, Token, split_tokens
 
 _CLOSERS = {"if": "fi", "for": "done", "select": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 _BETWEEN = frozenset({"then", "do", "else", "elif", "!"})
@@ -27,6 +27,8 @@ class Command:
     after: str = ""
     is_nested: bool = False
     """It is inside a block: a loop, a condition, a function, a subshell."""
+    is_conditional: bool = False
+    """It is inside an ``if`` or a ``case``, or behind ``||``."""
     start: int = 0
     end: int = 0
 
@@ -216,6 +218,7 @@ class _Parser:
         command = self._command
         command.before, command.after = self._connector, connector
         command.is_nested = bool(self._stack)
+        command.is_conditional = any(closer in ("fi", "esac") for closer, _ in self._stack) or command.before == "||"
         if command.words or command.assignments or command.redirections:
             self._statement.commands.append(command)
         self._connector = connector if connector in _CONNECTORS else ""
