@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary, load_index
 from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
-from clustertrain.train.data.packing import IntArray, Packing, pack
+from clustertrain.train.data.packing import CutDocuments, IntArray, Packing, cut_documents, pack, place_singly
 
 _HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that are hashed for the version
 
@@ -51,6 +51,15 @@ class TokenCorpus:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._maps = [self._mmap_shard(shard) for shard in self._index.shards]
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the shards mark the tokens that are learned."""
+        return False
+
+    def read_answers(self, start: int, count: int) -> torch.Tensor:
+        """Return whether each of ``count`` tokens from ``start`` on is an answer."""
+        raise NotImplementedError
 
     def read(self, start: int, count: int) -> torch.Tensor:
         """Return ``count`` tokens from ``start`` on as int64, possibly from several shards."""
@@ -173,16 +182,47 @@ class TokenWindows:
         return self.corpus.where(i * self._seq_len)
 
 
+class TokenSource(Protocol):
+    """Documents as one stream of tokens, read by position; ``len()`` counts tokens."""
+
+    name: str
+    """Key and path, for messages."""
+    version: str
+    """A checksum of the content."""
+
+    def __len__(self) -> int: ...
+    def read(self, start: int, count: int, /) -> torch.Tensor: ...
+    def documents(self) -> tuple[IntArray, IntArray]: ...
+    def where(self, token: int, /) -> str: ...
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether some tokens are marked as answers, and only they are learned."""
+
+    def read_answers(self, start: int, count: int, /) -> torch.Tensor:
+        """Return whether each token is an answer; only if the source ``has_answers``."""
+
+
 class PackedTokens:
     """Samples (inputs, targets), both int64 (seq_len,), of documents packed without splitting where possible.
 
-    Each target is the next token of the same document. Remaining positions are padded with token 0 and ignored targets.
-    Attention is not masked at document boundaries: tokens also attend to earlier documents of the sample.
+    Each target is the next token of the same document, or ignored if it is not an answer in a corpus that marks these.
+    Remaining positions are padded with token 0 and ignored targets. Attention is not masked at document boundaries:
+    tokens also attend to earlier documents of the sample.
     """
 
-    def __init__(self, corpus: TokenCorpus, packing: Packing, ignore_index: int, version: str) -> None:
+    def __init__(
+        self,
+        corpus: TokenSource,
+        packing: Packing,
+        ignore_index: int,
+        version: str,
+        cut: CutDocuments | None = None,
+    ) -> None:
+        """``cut`` says what became of documents that are longer than a sample; None: they were split."""
         self.corpus = corpus
         self.packing = packing
+        self.cut = cut
         self.name, self.version = corpus.name, version
         self._ignore_index = ignore_index
 
@@ -198,6 +238,9 @@ class PackedTokens:
             length = int(packing.lengths[chunk])
             tokens = self.corpus.read(int(packing.starts[chunk]), length + 1)
             inputs[offset : offset + length], targets[offset : offset + length] = tokens[:-1], tokens[1:]
+            if self.corpus.has_answers:
+                answers = self.corpus.read_answers(int(packing.starts[chunk]) + 1, length)
+                targets[offset : offset + length][~answers] = self._ignore_index
             offset += length
         return inputs, targets
 
@@ -220,11 +263,22 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
     validation_corpus = (
         TokenCorpus(Path(spec.validation_path).expanduser(), vocab_size) if spec.validation_path else None
     )
-    if not spec.pack:
-        windows = TokenWindows(corpus, spec.seq_len)
-        if spec.validation:
-            return validation_split.split(windows, spec.validation, corpus.name)
-        return windows, TokenWindows(validation_corpus, spec.seq_len) if validation_corpus else None
+    if spec.pack:
+        return build_document_datasets(corpus, validation_corpus, spec, ignore_index)
+    windows = TokenWindows(corpus, spec.seq_len)
+    if spec.validation:
+        return validation_split.split(windows, spec.validation, corpus.name)
+    return windows, TokenWindows(validation_corpus, spec.seq_len) if validation_corpus else None
+
+
+def build_document_datasets(
+    corpus: TokenSource, validation_corpus: TokenSource | None, spec: DataSpec, ignore_index: int
+) -> tuple[PackedTokens, PackedTokens | None]:
+    """Build the training and validation datasets (or None) of whole documents; ``ignore_index`` means no loss.
+
+    Raises:
+        ConfigError: there are too few documents for ``data.validation``, or none fits into a sample.
+    """
     starts, lengths = corpus.documents()
     if not spec.validation:
         train = _build_packed(corpus, starts, lengths, spec, ignore_index)
@@ -252,12 +306,21 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
 
 
 def _build_packed(
-    corpus: TokenCorpus, starts: IntArray, lengths: IntArray, spec: DataSpec, ignore_index: int
+    corpus: TokenSource, starts: IntArray, lengths: IntArray, spec: DataSpec, ignore_index: int
 ) -> PackedTokens:
-    version = f"{corpus.version}, packed by {spec.seq_len}" + (
+    cut = None
+    if corpus.has_answers:
+        starts, lengths, cut = cut_documents(starts, lengths, spec.seq_len, corpus.read_answers)
+        if not len(starts):
+            raise ConfigError(
+                f"{corpus.name}: in no conversation does an answer start within data.seq_len = {spec.seq_len} tokens",
+                fix="raise data.seq_len",
+            )
+    packing = pack(starts, lengths, spec.seq_len) if spec.pack else place_singly(starts, lengths, spec.seq_len)
+    version = f"{corpus.version}, {'packed by' if spec.pack else 'singly in'} {spec.seq_len}" + (
         f", validation {spec.validation:g}" if spec.validation else ""
     )
-    packed = PackedTokens(corpus, pack(starts, lengths, spec.seq_len), ignore_index, version)
+    packed = PackedTokens(corpus, packing, ignore_index, version, cut)
     if not len(packed):
         raise ConfigError(f"{corpus.name}: no document has two tokens or more", fix="add text")
     return packed
