@@ -48,7 +48,7 @@ def metaspace_tokenizer() -> Tokenizer:
     words = [f"▁{word}" for line in TEXT for word in line.split()]
     characters = sorted({character for line in TEXT for character in line} - {" "})
     vocabulary = [(token, 0.0) for token in SPECIAL] + [("<unk>", -20.0), ("▁", -3.0)]
-    vocabulary += [(word, -2.0) for word in dict.fromkeys(words)] + [(c, -5.0) for c in characters + ["\n", ":", "U"]]
+    vocabulary += [(word, -2.0) for word in dict.fromkeys(words)] + [(c, -5.0) for c in [*characters, "\n", ":", "U"]]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=4))
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

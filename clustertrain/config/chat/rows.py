@@ -177,8 +177,8 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
             f"{where} ({role}): content is {_describe(content)}, not text",
             fix="write the text as one string; images and lists of parts are not supported",
         )
-    # Columns of Parquet exist in every message; templates ask `is defined`.
-    return {"role": role, "content": content} | {k: v for k, v in message.items() if v is not None}
+    # Templates ask `is defined`, and columns of Parquet exist in every message. transformers drops these too.
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _is_trained(message: dict[str, Any]) -> bool:

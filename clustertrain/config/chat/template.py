@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from clustertrain.config.chat.rows import Conversation
 from clustertrain.errors import ConfigError
@@ -42,7 +43,7 @@ _GENERATION_FIX = (
 class _Generation(Extension):
     """The block ``{% generation %}``, which marks what the assistant writes."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -51,6 +52,31 @@ class _Generation(Extension):
 
     def _mark(self, caller: Callable[[], str]) -> str:
         return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class _Namespace(Namespace):
+    """A template's namespace without names that start with an underscore: with such, a value of the template could
+    pass for one of Python's own, and the sandbox would let it through."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _make_namespace(*args: Any, **values: Any) -> _Namespace:
+    names = dict(*args, **values)
+    for name in names:
+        _check_public(name)
+    return _Namespace(names)
+
+
+def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
+    return dict(*args, **values)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"namespace with the name {name!r}")
 
 
 class ChatTemplate:
@@ -76,7 +102,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        environment.globals |= {"raise_exception": _raise, "namespace": _make_namespace, "dict": _make_dict}
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)

@@ -1,4 +1,4 @@
-"""Checks of a recipe's data before submission. They read an index, headers, sizes and names, never samples."""
+"""Checks of a recipe's data before submission. They read indexes, headers, sizes and names, of samples only chats."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def check_data(prepared: PreparedRun) -> str | None:
     if prepared.spec.script is not None:
         return None
     train_path, validation_path = recipe.data_path, recipe.validation_path
+    note = None
+    if recipe.data_kind == "chat":
+        note = _check_tokenizer(recipe, must_exist=prepared.backend.name == "local")
     if (
         train_path
         and validation_path
@@ -50,7 +53,7 @@ def check_data(prepared: PreparedRun) -> str | None:
         if prepared.backend.name == "local":
             raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="check the path")
         return f"data.{key} = {str(path)!r} does not exist on this machine; every node of the job must see it"
-    return None
+    return note
 
 
 def check_epoch_size(prepared: PreparedRun) -> str | None:
@@ -139,6 +142,18 @@ def _check_text(path: Path, label: str, recipe: Recipe) -> None:
         raise ConfigError(f"{label}: no file fits data.pattern = {pattern!r}", fix="give the pattern of its files")
 
 
+def _check_tokenizer(recipe: Recipe, *, must_exist: bool) -> str | None:
+    from clustertrain.submit.preflight import chat  # jinja2 and numpy, which other recipes do without here
+
+    return chat.check_tokenizer(recipe, must_exist=must_exist)
+
+
+def _check_chat(path: Path, label: str, recipe: Recipe) -> None:
+    from clustertrain.submit.preflight import chat
+
+    chat.check_rows(path, label, recipe)
+
+
 def _read_image_header(path: Path, label: str) -> ImageDatasetInfo:
     """Return the shape of the images in an ``.npz`` file, from its header.
 
@@ -179,6 +194,7 @@ def _check_images(path: Path, label: str, recipe: Recipe) -> None:
 
 _CHECKS: Mapping[DataKind, Callable[[Path, str, Recipe], None]] = {
     "tokens": _check_shards,
+    "chat": _check_chat,
     "text": _check_text,
     "pairs": _check_text,
     "images": _check_images,
