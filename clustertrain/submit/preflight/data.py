@@ -11,7 +11,7 @@ from pathlib import Path
 from clustertrain.config.checks import image_checks, slice_checks
 from clustertrain.config.checks.image_checks import ImageDatasetInfo
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGITS, DataKind
-from clustertrain.config.parsing import token_shards
+from clustertrain.config.parsing import foreign_shards, token_shards
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.submit.prepared_run import PreparedRun
@@ -51,7 +51,11 @@ def check_data(prepared: PreparedRun) -> str | None:
                 check_kind(path, f"data.{key} = {str(path)!r}", recipe)
             continue
         if prepared.backend.name == "local":
-            raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="check the path")
+            is_prefix = path.with_name(f"{path.name}{foreign_shards.MEGATRON_SUFFIX}").exists()
+            raise ConfigError(
+                f"data.{key} = {str(path)!r}: no such file or folder",
+                fix=f"add {foreign_shards.MEGATRON_SUFFIX}" if is_prefix else "check the path",
+            )
         return f"data.{key} = {str(path)!r} does not exist on this machine; every node of the job must see it"
     return note
 
@@ -103,14 +107,14 @@ def _count_samples(recipe: Recipe) -> int | None:
     if path is None:
         return None
     if kind == "tokens":
-        token_counts = [shard.tokens for shard in token_shards.load_index(path).shards]
+        token_counts = [shard.tokens for shard in foreign_shards.load_shards(path)[1].shards]
         known_counts = [n for n in token_counts if n is not None]
         return (sum(known_counts) - 1) // data.seq_len if len(known_counts) == len(token_counts) else None
     return None
 
 
 def _check_shards(folder: Path, label: str, recipe: Recipe) -> None:
-    index = token_shards.load_index(folder)
+    _, index = foreign_shards.load_shards(folder)
     if not recipe.model.entry:
         token_shards.check_vocabulary(folder, index, recipe.model.vocab_size)
     token_counts = [shard.tokens for shard in index.shards]

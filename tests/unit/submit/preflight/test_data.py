@@ -72,7 +72,7 @@ def test_fewer_tokens_than_sample_are_refused(tmp_path: Path) -> None:
 
 def test_folder_without_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
-    with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
+    with pytest.raises(ConfigError, match=r"neither index.json nor .npy, .idx or .ds files"):
         data_here.check_data(prepare_run(tmp_path, data={"kind": "tokens", "path": "shards"}))
 
 
