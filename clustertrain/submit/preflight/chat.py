@@ -10,8 +10,10 @@ from pathlib import Path
 from clustertrain import extras, reading
 from clustertrain.config.chat.encode import build_template
 from clustertrain.config.chat.rows import list_chat_files, read_conversations
+from clustertrain.config.chat.shards import check_chat_shards, has_shards
 from clustertrain.config.chat.template import ChatTemplate
 from clustertrain.config.chat.tokenizer import check_vocabulary, load_tokenizer_files
+from clustertrain.config.parsing.token_shards import load_index
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
@@ -49,7 +51,8 @@ def _load_template(recipe: Recipe) -> ChatTemplate:
 
 
 def check_rows(path: Path, label: str, recipe: Recipe) -> None:
-    """Check the first rows at ``path``, which exists, and where the template puts the answers of some of them.
+    """Check the first rows at ``path``, which exists, and where the template puts the answers of some of them; of
+    token shards, the index.
 
     Raises:
         ConfigError: there is no row, or one is not usable; the message names it.
@@ -57,6 +60,13 @@ def check_rows(path: Path, label: str, recipe: Recipe) -> None:
     has_tokenizer = all(
         recipe.data_files[key].exists() for key in ("tokenizer", "chat_template") if key in recipe.data_files
     )
+    if has_shards(path):
+        index = load_index(path)
+        if has_tokenizer:
+            check_chat_shards(
+                path, index, load_tokenizer_files(recipe.data_files["tokenizer"]), label.partition(" =")[0]
+            )
+        return
     template = _load_template(recipe) if has_tokenizer else None
     remaining, rows, are_all_read = MAX_CHECKED_BYTES, 0, True
     for file in list_chat_files(path, label.partition(" =")[0]):

@@ -10,11 +10,13 @@ import xxhash
 
 from clustertrain.config.chat.encode import ChatEncoder
 from clustertrain.config.chat.rows import list_chat_files, read_conversations
+from clustertrain.config.chat.shards import check_chat_shards, has_shards
 from clustertrain.config.chat.tokenizer import check_vocabulary
+from clustertrain.config.parsing.token_shards import load_index
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.packing import IntArray
-from clustertrain.train.data.token_shards import PackedTokens, build_document_datasets
+from clustertrain.train.data.token_shards import PackedTokens, TokenCorpus, TokenSource, build_document_datasets
 
 
 class ChatCorpus:
@@ -92,8 +94,17 @@ def build_chat_datasets(recipe: Recipe, vocab_size: int | None) -> tuple[PackedT
     encoder = ChatEncoder(files["tokenizer"], files.get("chat_template"))
     if vocab_size is not None:
         check_vocabulary(encoder.files, vocab_size)
-    train = ChatCorpus(files["path"], encoder)
-    validation = (
-        ChatCorpus(files["validation_path"], encoder, "data.validation_path") if "validation_path" in files else None
+    train, validation = (
+        _open_corpus(files[key], encoder, f"data.{key}", vocab_size) if key in files else None
+        for key in ("path", "validation_path")
     )
+    assert train is not None  # the kind needs a path
     return build_document_datasets(train, validation, recipe.data, recipe.objective.ignore_index)
+
+
+def _open_corpus(path: Path, encoder: ChatEncoder, key: str, vocab_size: int | None) -> TokenSource:
+    """Return the conversations at ``path``: tokens in memory, or the shards that ``data tokenize`` made of them."""
+    if not has_shards(path):
+        return ChatCorpus(path, encoder, key)
+    check_chat_shards(path, load_index(path), encoder.files, key)
+    return TokenCorpus(path, vocab_size)

@@ -11,14 +11,17 @@ import pytest
 import torch
 
 import clustertrain as ct
+from clustertrain.config.chat.tokenizer import load_tokenizer_files
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Batch
+from clustertrain.submit.preflight.chat import check_rows, check_tokenizer
 from clustertrain.train.data.chat import build_chat_datasets
 from clustertrain.train.data.describe import report_datasets
+from clustertrain.train.data.tokenize import encode_chats, write
 from clustertrain.train.trainer import build_trainer
-from tests.tiny_tokenizer import MARKED, VOCAB_SIZE, chat, write_rows, write_tokenizer
+from tests.tiny_tokenizer import MARKED, VOCAB_SIZE, chat, metaspace_tokenizer, write_rows, write_tokenizer
 
 IGNORED = -100
 ROWS = [
@@ -149,3 +152,31 @@ def test_version_follows_rows_tokenizer_and_template(tmp_path: Path) -> None:
 def test_vocabulary_beyond_that_of_the_model_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokens up to 319, but model.vocab_size = 300"):
         build_chat_datasets(make_recipe(tmp_path), 300)
+
+
+def test_prepared_shards_give_the_same_samples(tmp_path: Path) -> None:
+    rows = [chat("what " * (i % 4), f"answer {i}") for i in range(1, 20)] + [chat("late", "hello " * 90)]
+    recipe = make_recipe(tmp_path, rows, pack=True, seq_len=96, validation=0.2)
+    files = load_tokenizer_files(tmp_path / "tokenizer")
+    documents = encode_chats(tmp_path / "tokenizer", None, tmp_path / "chats.jsonl")
+    write(tmp_path / "shards", documents, dtype="uint16", shard_tokens=150, tokenizer=files.version)
+    assert len(list((tmp_path / "shards").glob("*.answers.npy"))) > 2
+    prepared = make_recipe(tmp_path, rows, path=str(tmp_path / "shards"), pack=True, seq_len=96, validation=0.2)
+    for ours, theirs in zip(build_chat_datasets(recipe, 320), build_chat_datasets(prepared, 320), strict=True):
+        assert ours is not None and theirs is not None and len(ours) == len(theirs) and ours.cut == theirs.cut
+        for i in range(len(ours)):
+            assert all(torch.equal(a, b) for a, b in zip(ours[i], theirs[i], strict=True))
+    assert check_tokenizer(prepared, must_exist=True) is None
+    check_rows(tmp_path / "shards", "data.path = x", prepared)
+    with pytest.raises(ConfigError, match=r"tokens up to 319, but model.vocab_size = 300"):
+        build_chat_datasets(prepared, 300)
+    write_tokenizer(tmp_path / "tokenizer", tokenizer=metaspace_tokenizer())
+    for function in (
+        lambda: build_chat_datasets(prepared, 320),
+        lambda: check_rows(tmp_path / "shards", "p =", prepared),
+    ):
+        with pytest.raises(ConfigError, match=r"made with another tokenizer than .*tokenizer.json"):
+            function()
+    write(tmp_path / "text", [[1, 2, 3]], dtype="uint16")
+    with pytest.raises(ConfigError, match=r"shards of text: no tokens are marked as answers"):
+        build_chat_datasets(make_recipe(tmp_path, path=str(tmp_path / "text")), 320)
