@@ -97,6 +97,11 @@ class ChatEncoder:
                     )
                 yield EncodedConversation(conversation.where, np.array(encoding.ids, dtype=np.int64), answers)
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens outside the learned vocabulary, such as the end of a turn."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
