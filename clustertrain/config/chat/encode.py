@@ -15,6 +15,7 @@ from clustertrain.config.chat.template import ChatTemplate, Span
 from clustertrain.config.chat.tokenizer import (
     TokenizerFiles,
     build_tokenizer,
+    encode_batch,
     load_tokenizer_files,
     read_template_file,
 )
@@ -87,7 +88,8 @@ class ChatEncoder:
         rows = iter(conversations)
         while batch := list(itertools.islice(rows, BATCH_ROWS)):
             rendered = [self.template.find_answers(conversation) for conversation in batch]
-            encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+            texts, names = [text for text, _ in rendered], [conversation.where for conversation in batch]
+            encodings = encode_batch(self._tokenizer, texts, names)
             for conversation, (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
                 answers = mark_tokens(encoding.offsets, spans)
                 if not answers[1:].any():  # nothing predicts the first token

@@ -170,7 +170,7 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: no role", fix=fix)
     role, content = message["role"], message.get("content")
     if role not in ROLES:
-        raise ConfigError(f"{where}: unknown role {role!r}", fix=f"use {', '.join(ROLES)}")
+        raise ConfigError(f"{where}: unknown role {role!r:.60}", fix=f"use {', '.join(ROLES)}")
     has_calls = bool(message.get("tool_calls"))
     if not isinstance(content, str) and not (content is None and has_calls):
         raise ConfigError(
@@ -192,7 +192,7 @@ def _unknown_shape(row: Iterable[str], where: str) -> ConfigError:
             f"{where}: a pair of a chosen and a rejected answer",
             fix="preferences are not supported: train on the chosen answers, as messages or completion",
         )
-    listed = ", ".join(map(repr, keys[:8])) or "none"
+    listed = ", ".join(f"{key!r:.60}" for key in keys[:8]) or "none"
     return ConfigError(f"{where}: neither messages nor prompt and completion; its keys: {listed}", fix=_SHAPE_FIX)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,24 @@ def check_vocabulary(files: TokenizerFiles, vocab_size: int, key: str = "data.to
             f"allows tokens up to {vocab_size - 1}",
             fix=f"set model.vocab_size = {files.largest_id + 1} or more, or use the model's own tokenizer",
         )
+
+
+def encode_batch(tokenizer: Any, texts: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Return the ``tokenizers.Encoding`` of each text, computed with all cores.
+
+    Raises:
+        ConfigError: the tokenizer cannot represent a text; the message has its name.
+    """
+    try:
+        encodings: list[Any] = tokenizer.encode_batch(texts, add_special_tokens=False)
+        return encodings
+    except Exception as e:  # the library raises Exception itself
+        if len(texts) > 1:
+            return [encode_batch(tokenizer, [text], [name])[0] for text, name in zip(texts, names, strict=True)]
+        raise ConfigError(
+            f"{names[0]}: the tokenizer cannot represent its text: {e}",
+            fix="use a tokenizer with a token for unknown text, or remove it",
+        ) from e
 
 
 def build_tokenizer(files: TokenizerFiles, needed_by: str) -> Any:

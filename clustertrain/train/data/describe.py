@@ -56,11 +56,11 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
     print("data: " + ", ".join(summary), flush=True)
     if padding is not None and padding > PADDING_WARNING_FRACTION:
         message = f"{padding:.0%} of each sample is padding: documents do not fill data.seq_len"
-        fix = (
-            "set data.seq_len to a multiple of typical document lengths, or remove data.pack"
-            if cut is None
-            else "set data.pack = true, or set data.seq_len to a multiple of typical lengths"
-        )
+        fix = "set data.seq_len to a multiple of typical document lengths"
+        if cut is None:
+            fix += ", or remove data.pack"
+        elif not _unwrap_split(train).packing.has_several:
+            fix = "set data.pack = true"
         _warn("padding_waste", message, fix, padding, PADDING_WARNING_FRACTION, emit)
     if cut is not None and lengths is not None:
         share = (cut.cut + cut.left_out) / lengths.documents

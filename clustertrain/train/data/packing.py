@@ -35,6 +35,11 @@ class Packing:
         return len(self.sample_offsets) - 1
 
     @property
+    def has_several(self) -> bool:
+        """Whether a sample may hold several chunks."""
+        return len(self.lengths) > len(self)
+
+    @property
     def padding(self) -> float:
         """Fraction of positions without a prediction."""
         return 1 - float(self.lengths.sum()) / (len(self) * self.size) if len(self) else 0.0

@@ -15,7 +15,7 @@ import numpy as np
 from clustertrain import fsio, reading
 from clustertrain.config.chat.encode import ChatEncoder, EncodedConversation
 from clustertrain.config.chat.rows import list_chat_files, read_conversations
-from clustertrain.config.chat.tokenizer import TokenizerFiles, build_tokenizer
+from clustertrain.config.chat.tokenizer import TokenizerFiles, build_tokenizer, encode_batch
 from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, ShardIndex, TokenDtype, TokenShard
 from clustertrain.errors import ConfigError
@@ -213,9 +213,10 @@ def encode_documents(files: TokenizerFiles, documents: Iterable[bytes]) -> Itera
         UnsuitableEnvironment: the library is not installed.
     """
     tokenizer = build_tokenizer(files, "--tokenizer")
-    texts = (document.decode(errors="replace") for document in documents)
+    texts = ((f"document {i}", document.decode(errors="replace")) for i, document in enumerate(documents))
     while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
-        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+        names, contents = zip(*batch, strict=True)
+        for encoding in encode_batch(tokenizer, contents, names):
             yield np.array(encoding.ids, dtype=np.int64)
 
 

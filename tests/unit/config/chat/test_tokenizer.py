@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from clustertrain.config.chat.encode import ChatEncoder, build_template, mark_tokens
 from clustertrain.config.chat.rows import parse_row
@@ -87,6 +88,15 @@ def test_lone_file_needs_a_template_without_special_tokens(tmp_path: Path) -> No
     (tmp_path / "mine.jinja").write_text(CHATML)
     [encoded] = ChatEncoder(file, tmp_path / "mine.jinja").encode([parse_row(chat("hello", "it is late"), "w")])
     assert encoded.answers.sum() > 2
+
+
+def test_text_without_tokens_is_named(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<|im_start|>": 0, "<|im_end|>": 1, "hello": 2, "late": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    write_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }} {% endfor %}", words)
+    rows = [parse_row(chat("hello", answer), f"line {i}") for i, answer in enumerate(("late", "unheard-of"), 1)]
+    with pytest.raises(ConfigError, match="line 2: the tokenizer cannot represent its text"):
+        list(ChatEncoder(tmp_path).encode(rows))
 
 
 def test_marks_of_tokens_at_the_edges() -> None:
