@@ -166,6 +166,11 @@ _SEQUENCE_DATA = KeyCondition(
     lambda recipe: f"data.kind = {format_value(recipe.data_kind)}",
     'set data.kind = "text", "tokens", "chat" or "pairs"',
 )
+_TOKENIZER = KeyCondition(
+    lambda recipe: recipe.data_kind == "chat",
+    lambda recipe: f"data.kind = {format_value(recipe.data_kind)}",
+    'set data.kind = "chat"; text is tokenized once, with `clustertrain data tokenize --tokenizer`',
+)
 _TEMPERATURE = KeyCondition(
     lambda recipe: recipe.model.kind != "two-tower",
     lambda recipe: 'model.kind = "two-tower"',
@@ -224,7 +229,8 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("data.max_bytes", _RESIZABLE_DATA),
     ("data.seq_len", _SEQUENCE_DATA),
     ("data.pack", _when_data("tokens", "chat")),
-    *((f"data.{name}", _when_data("chat")) for name in ("tokenizer", "chat_template")),
+    ("data.tokenizer", _TOKENIZER),
+    ("data.chat_template", _when_data("chat")),
     ("data.image_size", _when_data("images")),
     ("data.image_size", _RESIZABLE_DATA),
     ("data.augment", _when_data("images")),
