@@ -55,9 +55,12 @@ def load_tokenizer_files(path: Path, key: str = "data.tokenizer") -> TokenizerFi
         problem = f"no {TOKENIZER_FILE} in it" if path.is_dir() else "no such file or folder"
         raise ConfigError(f"{label}: {problem}", fix=_SAVE_FIX if path.is_dir() else "check the path")
     text = _read_text(file, label, MAX_TOKENIZER_BYTES)
-    largest_id = _find_largest_id(text, file, label)
+    document = _parse(text, file, label)
+    largest_id = _find_largest_id(document, file, label)
     config_path = path / CONFIG_FILE if path.is_dir() else None
     config = _read_config(config_path, label) if config_path is not None and config_path.exists() else None
+    if config is not None:
+        _check_added_tokens(config.get("added_tokens_decoder"), document, label)
     template, template_name = _find_template(path, config or {}, label)
     return TokenizerFiles(
         file, text, largest_id, _find_special_tokens(config or {}), template, template_name, config is not None
@@ -83,9 +86,8 @@ def _parse(text: str, path: Path, label: str) -> dict[str, Any]:
     return document
 
 
-def _find_largest_id(text: str, path: Path, label: str) -> int:
+def _find_largest_id(document: Mapping[str, Any], path: Path, label: str) -> int:
     """Return the largest token id in a ``tokenizer.json``, among its vocabulary and its added tokens."""
-    document = _parse(text, path, label)
     model, added = document.get("model"), document.get("added_tokens") or []
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, (dict, list)) or not isinstance(added, list):
@@ -95,6 +97,29 @@ def _find_largest_id(text: str, path: Path, label: str) -> int:
     if not ids or not all(isinstance(i, int) for i in ids):
         raise ConfigError(f"{label}: {path} has no token, or one without a number", fix=_SAVE_FIX)
     return max(ids)
+
+
+def _check_added_tokens(listed: Any, document: Mapping[str, Any], label: str) -> None:
+    """Raise ConfigError if the configuration lists a token that the tokenizer lacks: transformers would add it."""
+    ids = _map_ids(document) if isinstance(listed, dict) else {}
+    for number, token in listed.items() if isinstance(listed, dict) else ():
+        content = token.get("content") if isinstance(token, dict) else None
+        if isinstance(content, str) and str(ids.get(content)) != number:
+            raise ConfigError(
+                f"{label}: {CONFIG_FILE} lists the token {content!r:.60} as {number:.20}, and in {TOKENIZER_FILE} it "
+                f"is {ids.get(content, 'missing')}",
+                fix=_SAVE_FIX,
+            )
+
+
+def _map_ids(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the id of each token of a ``tokenizer.json``; the vocabulary of a Unigram model lists (token, score)."""
+    vocabulary, added = document["model"]["vocab"], document.get("added_tokens") or []
+    if isinstance(vocabulary, list):
+        tokens = [entry[0] if isinstance(entry, list) and entry else None for entry in vocabulary]
+        vocabulary = {token: i for i, token in enumerate(tokens) if isinstance(token, str)}
+    added = [token for token in added if isinstance(token, dict) and isinstance(token.get("content"), str)]
+    return {**vocabulary, **{token["content"]: token.get("id") for token in added}}
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from clustertrain.train.data.text_files import list_files
 _SHARD_FILE = re.compile(r"\d{5}\.(bin|(ends|answers)\.npy)")
 SHARD_TOKENS = 32 * 1024 * 1024  # per shard, which is held in memory while it is written
 BATCH_DOCUMENTS = 256  # tokenized by one call of the tokenizers library, with all cores
-DocumentUnit = Literal["files", "lines", "jsonl", "chat"]
+DocumentUnit = Literal["files", "lines", "jsonl"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Document = Sequence[int] | Array | EncodedConversation

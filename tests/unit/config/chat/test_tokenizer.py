@@ -49,6 +49,18 @@ def test_several_templates_need_a_default(tmp_path: Path) -> None:
         load_tokenizer_files(write_tokenizer(tmp_path, named[:1]))
 
 
+def test_tokens_that_only_the_configuration_lists_raise(tmp_path: Path) -> None:
+    config = write_tokenizer(tmp_path) / "tokenizer_config.json"
+    change_json(config, added_tokens_decoder={"1": {"content": "<|im_end|>", "special": True}})
+    load_tokenizer_files(tmp_path)
+    change_json(config, added_tokens_decoder={"320": {"content": "<|call|>"}})
+    with pytest.raises(ConfigError, match=r"lists the token '<\|call\|>' as 320, and in tokenizer.json it is missing"):
+        load_tokenizer_files(tmp_path)
+    change_json(config, added_tokens_decoder={"7": {"content": "<|im_end|>"}})
+    with pytest.raises(ConfigError, match=r"as 7, and in tokenizer\.json it is 1"):
+        load_tokenizer_files(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
