@@ -27,6 +27,7 @@ EXTRAS: Mapping[str, str] = {
     "sklearn": "examples",
     "pytorch_optimizer": "optimizers",
     "torchao": "fp8",
+    "tokenizers": "tokenizers",
 }
 """Extra by the name under which its package is imported."""
 MIN_TORCH = (2, 10)

@@ -1,8 +1,9 @@
-"""``data tokenize``: convert text to token shards."""
+"""``data tokenize``: convert text and conversations to token shards."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,70 +32,46 @@ def data() -> None:
 @click.option("--pattern", default="*", show_default=True, help="Glob pattern of the files in a folder.")
 @click.option(
     "--documents",
-    type=click.Choice(["files", "lines", "jsonl"]),
+    type=click.Choice(["files", "lines", "jsonl", "chat"]),
     default="files",
     show_default=True,
-    help="A document is a file, a line, or the text under --key of a JSON line.",
+    help="A document is a file, a line, the text under --key of a JSON line, or a conversation (for data.kind = "
+    '"chat").',
 )
 @click.option("--key", help="Key of the text in each JSON line.  [default: text]")
 @click.option(
     "--tokenizer",
     default="bytes",
     show_default=True,
-    help="bytes, or package.module:function that maps str to token ids.",
+    help="bytes, a tokenizer.json or a folder with one, or package.module:function that maps str to token ids.",
+)
+@click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Chat template in Jinja.  [default: the tokenizer's own]",
 )
 @click.option("--end", type=click.IntRange(min=0), help="Token id to append to each document.")
 @click.option(
     "--dtype",
     type=click.Choice(["uint8", "uint16", "uint32"]),
-    help="Type of the tokens.  [default: the smallest for bytes, else uint32]",
+    help="Type of the tokens.  [default: the smallest for bytes and for a tokenizer.json, else uint32]",
 )
 @click.option(
     "--shard-tokens", type=click.IntRange(min=1), help="Approximate number of tokens per shard.  [default: 33554432]"
 )
 @json_option
 def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options: Any) -> None:
-    """Convert the text in PATH to token shards for data.kind = "tokens"."""
-    import re
+    """Convert the text or the conversations in PATH to token shards, for data.kind = "tokens" or "chat"."""
+    from clustertrain.train.data.tokenize import SHARD_TOKENS, write
 
-    from clustertrain.errors import UsageError
-    from clustertrain.submit import python_path
-    from clustertrain.train.core import entry_points
-    from clustertrain.train.data.tokenize import (
-        SHARD_TOKENS,
-        append_end_token,
-        read_documents,
-        tokenize_bytes,
-        tokenizer_from_function,
-        write,
-    )
-
-    if options["key"] is not None and options["documents"] != "jsonl":
-        raise UsageError(
-            f"--key {options['key']} needs JSON lines, but --documents is {options['documents']}",
-            fix="add --documents jsonl, or leave it out",
-        )
-    if tokenizer == "bytes":
-        encode: Any = tokenize_bytes
-    elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
-        if (
-            python_path.find_entry(tokenizer, [Path.cwd()]) is not None
-        ):  # otherwise nothing in this folder may be imported
-            sys.path.insert(0, str(Path.cwd()))
-        encode = tokenizer_from_function(entry_points.load_function(tokenizer, "--tokenizer"))
-    else:
-        raise UsageError(f"--tokenizer {tokenizer} is neither bytes nor package.module:function")
-    default_dtype: TokenDtype = (
-        "uint32" if tokenizer != "bytes" else "uint8" if (options["end"] or 0) < 256 else "uint16"
-    )
-    key = "text" if options["key"] is None else options["key"]
-    texts = read_documents(path.absolute(), options["pattern"], options["documents"], key)
+    _check_options(tokenizer, options)
+    documents, default_dtype, name = _open_documents(path.absolute(), tokenizer, options)
     index = write(
         folder,
-        append_end_token(map(encode, texts), options["end"]),
+        documents,
         dtype=options["dtype"] or default_dtype,
         shard_tokens=options["shard_tokens"] or SHARD_TOKENS,
-        tokenizer=tokenizer,
+        tokenizer=name,
     )
     tokens = sum(shard.tokens or 0 for shard in index.shards)
     if as_json:
@@ -107,3 +84,66 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
         f"{index.dtype}, largest token {index.max_token_id}; "
         f"set model.vocab_size to at least {(index.max_token_id or 0) + 1}"
     )
+
+
+def _check_options(tokenizer: str, options: dict[str, Any]) -> None:
+    """Raise UsageError for options that have no effect with the others."""
+    from clustertrain.errors import UsageError
+
+    unit = options["documents"]
+    if options["key"] is not None and unit != "jsonl":
+        raise UsageError(
+            f"--key {options['key']} needs JSON lines, but --documents is {unit}",
+            fix="add --documents jsonl, or leave it out",
+        )
+    if options["chat_template"] is not None and unit != "chat":
+        raise UsageError(f"--chat-template needs conversations, but --documents is {unit}", fix="add --documents chat")
+    if unit != "chat":
+        return
+    if options["end"] is not None:
+        raise UsageError("--end has no effect with --documents chat", fix="the chat template writes the last token")
+    if options["pattern"] != "*":
+        raise UsageError("--pattern has no effect with --documents chat: it reads .jsonl and .parquet files")
+    if tokenizer == "bytes" or _is_entry(tokenizer):
+        raise UsageError(
+            f"--documents chat needs a tokenizer with a chat template, but --tokenizer is {tokenizer}",
+            fix="name the folder with tokenizer.json and tokenizer_config.json",
+        )
+
+
+def _is_entry(tokenizer: str) -> bool:
+    import re
+
+    return re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer) is not None
+
+
+def _open_documents(path: Path, tokenizer: str, options: dict[str, Any]) -> tuple[Iterable[Any], TokenDtype, str]:
+    """Return the tokenized documents, the default type of their tokens, and the name of the tokenizer."""
+    from clustertrain.config.chat.tokenizer import load_tokenizer_files
+    from clustertrain.errors import UsageError
+    from clustertrain.submit import python_path
+    from clustertrain.train.core import entry_points
+    from clustertrain.train.data import tokenize as tokenizing
+
+    end, unit = options["end"], options["documents"]
+    key = "text" if options["key"] is None else options["key"]
+    if tokenizer == "bytes" or _is_entry(tokenizer):
+        encode: Any = tokenizing.tokenize_bytes
+        if tokenizer != "bytes":
+            # Otherwise nothing in this folder may be imported.
+            if python_path.find_entry(tokenizer, [Path.cwd()]) is not None:
+                sys.path.insert(0, str(Path.cwd()))
+            encode = tokenizing.tokenizer_from_function(entry_points.load_function(tokenizer, "--tokenizer"))
+        texts = tokenizing.read_documents(path, options["pattern"], unit, key)
+        dtype: TokenDtype = "uint32" if tokenizer != "bytes" else "uint8" if (end or 0) < 256 else "uint16"
+        return tokenizing.append_end_token(map(encode, texts), end), dtype, tokenizer
+    if not Path(tokenizer).exists():
+        raise UsageError(
+            f"--tokenizer {tokenizer} is neither bytes, nor a tokenizer.json or its folder, nor package.module:function"
+        )
+    files = load_tokenizer_files(Path(tokenizer), "--tokenizer")
+    dtype = "uint16" if max(files.largest_id, end or 0) < 1 << 16 else "uint32"
+    if unit == "chat":
+        return tokenizing.encode_chats(Path(tokenizer), options["chat_template"], path), dtype, files.version
+    texts = tokenizing.read_documents(path, options["pattern"], unit, key)
+    return tokenizing.append_end_token(tokenizing.encode_documents(files, texts), end), dtype, files.version

@@ -14,7 +14,7 @@ DIGITS = "digits"
 BUILT_IN_DATASETS = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), "text": ("stdlib",)}
 DIGIT_HALF_PIXELS = 32  # pixels in half a digit = tokens per passage of a pair
 
-DataKind = Literal["auto", "text", "pairs", "images", "tokens", "custom"]
+DataKind = Literal["auto", "text", "pairs", "images", "tokens", "chat", "custom"]
 
 
 class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,17 +41,19 @@ class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[data]`` table: text, pairs of text passages, tokens, images with classes, or your dataset."""
+    """The ``[data]`` table: text, pairs of text passages, tokens, chats, images with classes, or your dataset."""
 
     kind: DataKind = "auto"
     """Kind of data: ``"text"`` (bytes of files), ``"pairs"`` (neighboring passages), ``"tokens"`` (a folder of token
-    shards), ``"images"`` (with classes) or ``"custom"`` (the dataset that ``entry`` returns). ``"auto"``: text for the
-    decoder and for a model entry, images for convnets, pairs for two-tower models."""
+    shards), ``"chat"`` (conversations, of which only the answers are learned), ``"images"`` (with classes) or
+    ``"custom"`` (the dataset that ``entry`` returns). ``"auto"``: text for the decoder and for a model entry, images
+    for convnets, pairs for two-tower models."""
     path: str = ""
     """Source of the data. Text and pairs: a file, a folder searched recursively for ``pattern``, or ``"stdlib"`` (the
     Python standard library). Pairs also: ``"digits"``, the halves of scikit-learn's images. Tokens: a folder of
-    shards. Images: an ``.npz`` file, a folder with one folder per class, ``"shapes"`` (drawn) or ``"digits"``. An
-    entry receives it unchanged as its argument ``path``. Empty: ``"stdlib"`` or ``"shapes"``."""
+    shards. Chat: a file of JSON lines, a Parquet file, or a folder of ``.jsonl`` and ``.parquet`` files. Images: an
+    ``.npz`` file, a folder with one folder per class, ``"shapes"`` (drawn) or ``"digits"``. An entry receives it
+    unchanged as its argument ``path``. Empty: ``"stdlib"`` or ``"shapes"``."""
     pattern: str = "*.py"
     """Glob pattern of the files in a folder of text. Unused for other kinds."""
     entry: str = ""
@@ -59,11 +61,16 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``kind = "custom"``, unused otherwise."""
     args: dict[str, Any] = {}
     """Keyword arguments for ``entry``. Unused without an entry."""
+    tokenizer: str = ""
+    """Chat only, required. The tokenizer: a ``tokenizer.json`` of the ``tokenizers`` library, or a folder with it and
+    with ``tokenizer_config.json``, which has the chat template and the special tokens."""
+    chat_template: str = ""
+    """Chat only. File with a chat template in Jinja, instead of the tokenizer's own. Empty: the tokenizer's own."""
     seq_len: int = 256
-    """Tokens per sample; per passage for pairs. Unused for images."""
+    """Tokens per sample; per passage for pairs. A longer conversation is cut at its end. Unused for images."""
     pack: bool = False
-    """Tokens only. Put whole documents into each sample and pad the rest. ``false``: cut samples from the stream of all
-    tokens."""
+    """Tokens and chat only. Put whole documents or conversations into each sample and pad the rest. ``false``: cut
+    samples from the stream of all tokens; for chat, one conversation per sample."""
     max_bytes: int = 64 * 1024 * 1024
     """Most bytes to read of text and pairs. Unused for other kinds."""
     image_size: int = 32
@@ -90,6 +97,11 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("validation and validation_path are mutually exclusive: remove one")
         if self.entry:
             check_entry(self.entry)
+        if self.kind == "chat" and not (self.path and self.tokenizer):
+            raise ValueError(
+                "kind = 'chat' needs path, the file or folder of the conversations, and tokenizer, the tokenizer.json "
+                "or the folder with it"
+            )
         if (self.kind == "custom") != bool(self.entry):
             raise ValueError("kind = 'custom' requires entry, and entry requires kind = 'custom'")
         if self.args and not self.entry:

@@ -90,6 +90,15 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The file or folder of the validation data; None for built-in data, entries and without validation data."""
         return self._resolve_path("validation_path")
 
+    @property
+    def data_files(self) -> dict[str, Path]:
+        """The files and folders that the data is read from, by their keys in ``[data]``."""
+        paths = {"path": self.data_path, "validation_path": self.validation_path}
+        for key in ("tokenizer", "chat_template"):
+            text: str = getattr(self.data, key)
+            paths[key] = settings.expand_user_path(text, f"data.{key}") if text else None
+        return {key: path for key, path in paths.items() if path is not None}
+
     def _resolve_path(self, key: str) -> Path | None:
         path: str = getattr(self.data, key)
         is_built_in = self.data.entry or not path or path in BUILT_IN_DATASETS.get(self.data_kind, ())
@@ -98,13 +107,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def tokens_per_sample(self) -> int:
         """Tokens per sample; 0 for images and for data entries."""
-        sequences = {"text": 1, "tokens": 1, "pairs": 2}
+        sequences = {"text": 1, "tokens": 1, "chat": 1, "pairs": 2}
         return sequences.get(self.data_kind, 0) * self.data.seq_len
 
     @property
     def is_text(self) -> bool:
         """The model reads tokens, so defaults for language models apply."""
-        return self.data_kind in ("text", "tokens", "pairs")
+        return self.data_kind in ("text", "tokens", "chat", "pairs")
 
     @property
     def objective_kind(self) -> ObjectiveKind:

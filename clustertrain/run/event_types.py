@@ -186,6 +186,12 @@ class DataDescribed(Event, frozen=True, kw_only=True):
     """Padding as a share of packed samples."""
     lengths: dict[str, Any] | None = None
     """Distribution of document lengths, in tokens."""
+    answer_share: float | None = None
+    """Share of the tokens of conversations that are answers, which alone are learned."""
+    cut: int | None = None
+    """Conversations whose end is missing, because they are longer than a sample."""
+    left_out: int | None = None
+    """Conversations of which no answer would be left."""
 
 
 class FirstStep(Event, frozen=True, kw_only=True):

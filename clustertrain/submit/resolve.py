@@ -126,8 +126,7 @@ def _resolve_device(requested: Device, backend: str, gpu_type: str) -> Device:
 
 def _resolve_data_paths(recipe: Recipe, cwd: Path) -> Recipe:
     """Make paths absolute, because the ranks run in another folder than ``submit``."""
-    paths = {"path": recipe.data_path, "validation_path": recipe.validation_path}
-    absolute = {key: str(cwd / path) for key, path in paths.items() if path is not None}
+    absolute = {key: str(cwd / path) for key, path in recipe.data_files.items()}
     return msgspec.structs.replace(recipe, data=msgspec.structs.replace(recipe.data, **absolute))
 
 

@@ -13,6 +13,7 @@ from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.data.tokenize import tokenize_bytes, write
 from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
+from tests.tiny_tokenizer import VOCAB_SIZE, chat, write_rows, write_tokenizer
 
 # torch warns on machines with fewer cores than workers.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -118,6 +119,23 @@ def test_packed_documents_match_one_process_and_resume(tmp_path: Path) -> None:
     assert event["samples"] > event["validation_samples"] > 0
     expected = list(single.losses().values())
     assert expected[-1][0] < expected[0][0]
+    run = make_run(tmp_path / "parts", "fsdp", 2, **options, micro_batch=2)
+    first = Ranks(run, 2, 1, setup=touch_stop_at, args=(2,)).expect(0)
+    write_plan(run, "ddp", 4, micro_batch=1)
+    second = Ranks(run, 4, 2).expect(0)
+    assert_close(list({**first.losses(), **second.losses()}.values()), expected)
+
+
+def test_answers_of_conversations_match_one_process_and_resume(tmp_path: Path) -> None:
+    """Ranks and micro-batches have different numbers of answer tokens."""
+    rows = [chat("what " * (i % 7), "it is late " * (1 + i % 4)) for i in range(40)]
+    path, tokenizer = write_rows(tmp_path / "chats.jsonl", rows), write_tokenizer(tmp_path / "tokenizer")
+    data = {"kind": "chat", "path": str(path), "tokenizer": str(tokenizer), "seq_len": 48, "validation": 0.2}
+    options: dict[str, Any] = {"steps": 6, "every": 3, "data": data, "model": {"vocab_size": VOCAB_SIZE}}
+    single = Ranks(make_run(tmp_path / "whole", "ddp", 1, **options, micro_batch=16), 1).expect(0)
+    event = single.events("data_described")[0]
+    assert 0.1 < event["answer_share"] < 0.9 and (event["cut"], event["left_out"]) == (0, 0)
+    expected = list(single.losses().values())
     run = make_run(tmp_path / "parts", "fsdp", 2, **options, micro_batch=2)
     first = Ranks(run, 2, 1, setup=touch_stop_at, args=(2,)).expect(0)
     write_plan(run, "ddp", 4, micro_batch=1)

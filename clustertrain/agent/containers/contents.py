@@ -71,8 +71,10 @@ def list_mounts(run: RunDir, spec: RunSpec, cwd: str, rank_dir: Path, hooks: Pat
     """
     folders = [_SHARED_FOLDER, Path(tempfile.gettempdir()), rank_dir, run.path, run.code.resolve()]
     folders += [run.checkpoints.resolve(), *([Path(cwd)] if cwd not in ("", "/") else [])]
-    init = Path(spec.recipe.model.init) if spec.recipe.model.init else None
-    read_only = [hooks, *(p for p in (spec.recipe.data_path, spec.recipe.validation_path, init) if p is not None)]
+    # The files of other tools have others beside them.
+    data = [p.parent if p.suffix in (".idx", ".ds") else p for p in spec.recipe.data_files.values()]
+    weights = [Path(spec.recipe.model.init)] if spec.recipe.model.init else []
+    read_only = [hooks, *data, *weights]
     folders = [p for p in dict.fromkeys(folders) if p.exists()]
     mounts = {
         str(p): Mount(str(p), str(p)) for p in folders if not any(p != o and p.is_relative_to(o) for o in folders)

@@ -164,7 +164,12 @@ _OWN_MODEL = KeyCondition(
 _SEQUENCE_DATA = KeyCondition(
     lambda recipe: recipe.is_text or recipe.model.is_decoder,
     lambda recipe: f"data.kind = {format_value(recipe.data_kind)}",
-    'set data.kind = "text", "tokens" or "pairs"',
+    'set data.kind = "text", "tokens", "chat" or "pairs"',
+)
+_TOKENIZER = KeyCondition(
+    lambda recipe: recipe.data_kind == "chat",
+    lambda recipe: f"data.kind = {format_value(recipe.data_kind)}",
+    'set data.kind = "chat"; text is tokenized once, with `clustertrain data tokenize --tokenizer`',
 )
 _TEMPERATURE = KeyCondition(
     lambda recipe: recipe.model.kind != "two-tower",
@@ -226,7 +231,9 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("data.pattern", _RESIZABLE_DATA),
     ("data.max_bytes", _RESIZABLE_DATA),
     ("data.seq_len", _SEQUENCE_DATA),
-    ("data.pack", _when_data("tokens")),
+    ("data.pack", _when_data("tokens", "chat")),
+    ("data.tokenizer", _TOKENIZER),
+    ("data.chat_template", _when_data("chat")),
     ("data.image_size", _when_data("images")),
     ("data.image_size", _RESIZABLE_DATA),
     ("data.augment", _when_data("images")),

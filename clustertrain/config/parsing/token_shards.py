@@ -8,7 +8,9 @@ index; each file is then one document.
      "shards": [{"file": "00000.bin", "tokens": 134217728, "document_ends": "00000.ends.npy"}]}
 
 ``document_ends`` lists the exclusive ends of the documents, in tokens from the start of the shard: a list, or the name
-of an ``.npy`` file of int64. Without it the shard is one document.
+of an ``.npy`` file of int64. Without it the shard is one document. ``answers`` is an ``.npy`` file of bool with one
+value per token: only the marked tokens are learned. :mod:`clustertrain.config.parsing.foreign_shards` also reads the
+files of Megatron and datatrove.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ class TokenShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Number of tokens; None: all tokens in the file."""
     document_ends: tuple[int, ...] | str = ""
     """Ends of the documents, or the name of a file with them; empty: one document."""
+    dtype: TokenDtype | None = None
+    """Type of a shard of raw bytes; None: that of the index."""
+    answers: str = ""
+    """Name of a file that marks the tokens to learn; empty: all."""
 
 
 class ShardIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +53,12 @@ class ShardIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_token_id: int | None = None
     """Largest token id in the shards; None: unknown, so each batch is checked."""
     tokenizer: str = ""
-    """Name of the tokenizer, for humans."""
+    """Name of the tokenizer, for humans; for one of the tokenizers library, a checksum of its file."""
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the shards mark the tokens to learn."""
+        return any(shard.answers for shard in self.shards)
 
 
 def load_index(folder: Path) -> ShardIndex:
@@ -62,10 +73,10 @@ def load_index(folder: Path) -> ShardIndex:
         )
     path = folder / INDEX_FILE
     if not path.exists():
-        names = sorted(p.name for p in folder.glob("*.npy") if not p.name.endswith(".ends.npy"))
+        names = sorted(p.name for p in folder.glob("*.npy") if not p.name.endswith((".ends.npy", ".answers.npy")))
         if not names:
             raise ConfigError(
-                f"data.path = {str(folder)!r}: contains neither {INDEX_FILE} nor .npy files",
+                f"data.path = {str(folder)!r}: contains neither {INDEX_FILE} nor .npy, .idx or .ds files",
                 fix="create it with `clustertrain data tokenize`; docs/guides/data.md describes the format",
             )
         return ShardIndex(shards=tuple(TokenShard(file=name) for name in names))
@@ -84,14 +95,19 @@ def _check_index(path: Path, index: ShardIndex) -> None:
         names = [
             shard.file,
             *([shard.document_ends] if isinstance(shard.document_ends, str) and shard.document_ends else []),
+            *([shard.answers] if shard.answers else []),
         ]
         for name in names:
             if Path(name).name != name:
                 raise ConfigError(f"{path}: {name!r} is not a file name", fix="name files in this folder")
         if not shard.file.endswith((".npy", ".bin")):
             raise ConfigError(f"{path}: {shard.file!r} is not a .npy or .bin file")
-        if shard.file.endswith(".bin") and index.dtype is None:
+        if shard.file.endswith(".bin") and (shard.dtype or index.dtype) is None:
             raise ConfigError(f"{path}: dtype is missing, and a .bin file such as {shard.file} does not contain it")
+    if len({bool(shard.answers) for shard in index.shards}) > 1:
+        raise ConfigError(
+            f"{path}: only some shards have answers", fix="name a file of answers for each shard, or none"
+        )
 
 
 def check_vocabulary(folder: Path, index: ShardIndex, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from clustertrain.diagnose.checks import label_alignment
+from clustertrain.diagnose.checks.answers import AnswerFindings, check_answers
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict, worst_verdict
 from clustertrain.diagnose.subject import Subject, infer_num_classes, model_output, to_device
@@ -72,6 +73,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     ]
     alignment_notes, alignment_evidence = _assess_alignment(subject, dataset, on_progress) if has_labels else ([], {})
     notes += alignment_notes
+    answers = check_answers(subject.recipe) if subject.recipe.data_kind == "chat" else AnswerFindings()
+    notes += answers.notes
     verdict = worst_verdict(v for v, _, _ in notes)
     reported = [n for n in notes if n[0] == verdict]
     preview = [(f"sample {n}", format_sample(dataset[n], subject)) for n in indices[:MAX_SHOWN]]
@@ -88,6 +91,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         "lengths": msgspec.to_builtins(lengths),
         "padding": padding,
         **alignment_evidence,
+        **answers.evidence,
     }
     rows = [("samples", f"{size:,}; {len(indices):,} checked, {stats.duplicates} of them duplicates"), *preview]
     rows += [("shapes", "; ".join(f"{s} ({n})" if len(stats.shapes) > 1 else s for s, n in stats.shapes.items()))]
@@ -95,6 +99,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         rows.append(("labels", _format_labels(evidence["labels"], num_classes)))
     if documents := format_documents(lengths, padding):
         rows.append(("documents", ", ".join(documents)))
+    rows += answers.rows
     text = "; ".join(t for _, t, _ in reported) or f"no problem in {len(indices):,} samples"
     fix = "; ".join(f for _, _, f in reported if f)
     return Finding(check="data", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)

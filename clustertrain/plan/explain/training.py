@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 
-from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
@@ -33,7 +32,7 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
     model = recipe.model
     return {
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
-        **({"data": _describe_packing(recipe.data)} if recipe.data.pack else {}),
+        **({"data": _describe_samples(recipe)} if recipe.data.pack or recipe.data_kind == "chat" else {}),
         "objective": _describe_objective(recipe),
         "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
         "schedule": _describe_schedule(recipe),
@@ -66,11 +65,14 @@ def _shorten(text: str) -> str:
     return line if len(line) <= MAX_COMMAND_CHARS else f"{line[: MAX_COMMAND_CHARS - 2]} …"
 
 
-def _describe_packing(data: DataSpec) -> str:
+def _describe_samples(recipe: Recipe) -> str:
     # The share of padding depends on the lengths of all documents, which are not read here.
+    is_chat, size = recipe.data_kind == "chat", pluralize(recipe.data.seq_len, "token")
+    place = f"packed into samples of {size}" if recipe.data.pack else f"one per sample of {size}"
     return (
-        f"whole documents, packed into samples of {pluralize(data.seq_len, 'token')}; `clustertrain diagnose data`"
-        " reports the share of padding"
+        f"{'conversations' if is_chat else 'whole documents'}, {place}"
+        f"{', of which the answers are learned' if is_chat else ''}; `clustertrain diagnose data` reports the share of "
+        "padding"
     )
 
 

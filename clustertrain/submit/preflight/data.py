@@ -1,4 +1,4 @@
-"""Checks of a recipe's data before submission. They read an index, headers, sizes and names, never samples."""
+"""Checks of a recipe's data before submission. They read indexes, headers, sizes and names, of samples only chats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from clustertrain.config.checks import image_checks, slice_checks
 from clustertrain.config.checks.image_checks import ImageDatasetInfo
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGITS, DataKind
-from clustertrain.config.parsing import token_shards
+from clustertrain.config.parsing import foreign_shards, token_shards
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.submit.prepared_run import PreparedRun
@@ -27,6 +27,9 @@ def check_data(prepared: PreparedRun) -> str | None:
     if prepared.spec.script is not None:
         return None
     train_path, validation_path = recipe.data_path, recipe.validation_path
+    note = None
+    if recipe.data_kind == "chat":
+        note = _check_tokenizer(recipe, must_exist=prepared.backend.name == "local")
     if (
         train_path
         and validation_path
@@ -48,9 +51,13 @@ def check_data(prepared: PreparedRun) -> str | None:
                 check_kind(path, f"data.{key} = {str(path)!r}", recipe)
             continue
         if prepared.backend.name == "local":
-            raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="check the path")
+            is_prefix = path.with_name(f"{path.name}{foreign_shards.MEGATRON_SUFFIX}").exists()
+            raise ConfigError(
+                f"data.{key} = {str(path)!r}: no such file or folder",
+                fix=f"add {foreign_shards.MEGATRON_SUFFIX}" if is_prefix else "check the path",
+            )
         return f"data.{key} = {str(path)!r} does not exist on this machine; every node of the job must see it"
-    return None
+    return note
 
 
 def check_epoch_size(prepared: PreparedRun) -> str | None:
@@ -100,14 +107,14 @@ def _count_samples(recipe: Recipe) -> int | None:
     if path is None:
         return None
     if kind == "tokens":
-        token_counts = [shard.tokens for shard in token_shards.load_index(path).shards]
+        token_counts = [shard.tokens for shard in foreign_shards.load_shards(path)[1].shards]
         known_counts = [n for n in token_counts if n is not None]
         return (sum(known_counts) - 1) // data.seq_len if len(known_counts) == len(token_counts) else None
     return None
 
 
 def _check_shards(folder: Path, label: str, recipe: Recipe) -> None:
-    index = token_shards.load_index(folder)
+    _, index = foreign_shards.load_shards(folder)
     if not recipe.model.entry:
         token_shards.check_vocabulary(folder, index, recipe.model.vocab_size)
     token_counts = [shard.tokens for shard in index.shards]
@@ -137,6 +144,18 @@ def _check_text(path: Path, label: str, recipe: Recipe) -> None:
         Path(parent, name).match(pattern) for parent, _, names in os.walk(path) for name in names
     ):
         raise ConfigError(f"{label}: no file fits data.pattern = {pattern!r}", fix="give the pattern of its files")
+
+
+def _check_tokenizer(recipe: Recipe, *, must_exist: bool) -> str | None:
+    from clustertrain.submit.preflight import chat  # jinja2 and numpy, which other recipes do without here
+
+    return chat.check_tokenizer(recipe, must_exist=must_exist)
+
+
+def _check_chat(path: Path, label: str, recipe: Recipe) -> None:
+    from clustertrain.submit.preflight import chat
+
+    chat.check_rows(path, label, recipe)
 
 
 def _read_image_header(path: Path, label: str) -> ImageDatasetInfo:
@@ -179,6 +198,7 @@ def _check_images(path: Path, label: str, recipe: Recipe) -> None:
 
 _CHECKS: Mapping[DataKind, Callable[[Path, str, Recipe], None]] = {
     "tokens": _check_shards,
+    "chat": _check_chat,
     "text": _check_text,
     "pairs": _check_text,
     "images": _check_images,

@@ -17,6 +17,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.core import entry_points
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.augmentation import AugmentedImages
+from clustertrain.train.data.chat import build_chat_datasets
 from clustertrain.train.data.digits import DigitHalves, DigitImages
 from clustertrain.train.data.images import ImageArrays, ImageDataset, ImageFolder, Shapes
 from clustertrain.train.data.sample_checks import Limits
@@ -44,6 +45,9 @@ def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
     data = recipe.data
     if recipe.data_kind == "tokens":
         train, validation = build_token_datasets(data, limits.vocab_size, recipe.objective.ignore_index)
+        return Datasets(train, validation)
+    if recipe.data_kind == "chat":
+        train, validation = build_chat_datasets(recipe, limits.vocab_size)
         return Datasets(train, validation)
     train, validation = _build_dataset(recipe, data), None
     _check_not_empty(train, data.description)

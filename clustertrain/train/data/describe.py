@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from clustertrain.train.data.packing import CutDocuments
 from clustertrain.train.data.token_shards import PackedTokens, TokenWindows
 
 PADDING_WARNING_FRACTION = 0.10  # warn when padding takes more of the computation than this
+CUT_WARNING_FRACTION = 0.10  # warn when more of the conversations are cut or left out
 _MAX_SAMPLED_DOCUMENTS = 1_000_000  # evenly spaced documents used for the percentiles
 EmitEvent = Callable[..., None]
 
@@ -28,8 +30,9 @@ class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
-    """Emit the event ``data_described`` and log a line; warn if packing wastes much of each sample."""
+    """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut."""
     lengths, padding = find_document_lengths(train), find_padding_fraction(train)
+    cut, answer_share = find_cut_documents(train), find_answer_share(train)
     emit(
         "data_described",
         data=getattr(train, "name", "") or type(train).__name__,
@@ -38,24 +41,37 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
         version=getattr(train, "version", None),
         padding=padding,
         lengths=msgspec.to_builtins(lengths) if lengths is not None else None,
+        answer_share=answer_share,
+        cut=cut.cut if cut is not None else None,
+        left_out=cut.left_out if cut is not None else None,
     )
     summary = [f"{len(train)} samples"]
     if validation is not None:
         summary.append(f"{len(validation)} for validation")
-    print("data: " + ", ".join([*summary, *format_documents(lengths, padding)]), flush=True)
+    summary += format_documents(lengths, padding)
+    if answer_share is not None:
+        summary.append(f"{answer_share:.0%} of the tokens are answers")
+    if cut is not None and (cut.cut or cut.left_out):
+        summary.append(f"{cut.cut} conversations cut, {cut.left_out} left out")
+    print("data: " + ", ".join(summary), flush=True)
     if padding is not None and padding > PADDING_WARNING_FRACTION:
         message = f"{padding:.0%} of each sample is padding: documents do not fill data.seq_len"
-        fix = "set data.seq_len to a multiple of typical document lengths, or remove data.pack"
-        emit(
-            "training_warning",
-            code="padding_waste",
-            step=None,
-            text=message,
-            fix=fix,
-            value=padding,
-            limit=PADDING_WARNING_FRACTION,
-        )
-        print(f"warning: {message}\n  fix: {fix}", flush=True)
+        fix = "set data.seq_len to a multiple of typical document lengths"
+        if cut is None:
+            fix += ", or remove data.pack"
+        elif not _unwrap_split(train).packing.has_several:
+            fix = "set data.pack = true"
+        _warn("padding_waste", message, fix, padding, PADDING_WARNING_FRACTION, emit)
+    if cut is not None and lengths is not None:
+        share = (cut.cut + cut.left_out) / lengths.documents
+        if share > CUT_WARNING_FRACTION:
+            message = f"{share:.0%} of the conversations are longer than data.seq_len: they lack their end"
+            _warn("conversations_cut", message, "raise data.seq_len", share, CUT_WARNING_FRACTION, emit)
+
+
+def _warn(code: str, message: str, fix: str, value: float, limit: float, emit: EmitEvent) -> None:
+    emit("training_warning", code=code, step=None, text=message, fix=fix, value=value, limit=limit)
+    print(f"warning: {message}\n  fix: {fix}", flush=True)
 
 
 def format_documents(lengths: DocumentLengths | None, padding: float | None) -> list[str]:
@@ -85,6 +101,18 @@ def find_padding_fraction(dataset: Any) -> float | None:
     """Return the fraction of positions in packed samples without a token; None for data other than token shards."""
     base = _unwrap_split(dataset)
     return base.packing.padding if isinstance(base, PackedTokens) else 0.0 if isinstance(base, TokenWindows) else None
+
+
+def find_cut_documents(dataset: Any) -> CutDocuments | None:
+    """Return what became of conversations that are longer than a sample; None for other data."""
+    base = _unwrap_split(dataset)
+    return base.cut if isinstance(base, PackedTokens) else None
+
+
+def find_answer_share(dataset: Any) -> float | None:
+    """Return the share of the tokens that are answers; None where they are not marked or were not counted."""
+    share: float | None = getattr(getattr(_unwrap_split(dataset), "corpus", None), "answer_share", None)
+    return share
 
 
 def _unwrap_split(dataset: Any) -> Any:

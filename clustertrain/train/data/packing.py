@@ -6,10 +6,12 @@ It depends only on the document lengths, so it is the same on every rank and in 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 PACKING_WINDOW = 4096  # chunks packed together: enough to fill gaps, few enough to keep reads close together
 
@@ -31,6 +33,11 @@ class Packing:
 
     def __len__(self) -> int:
         return len(self.sample_offsets) - 1
+
+    @property
+    def has_several(self) -> bool:
+        """Whether a sample may hold several chunks."""
+        return len(self.lengths) > len(self)
 
     @property
     def padding(self) -> float:
@@ -60,6 +67,41 @@ def pack(starts: IntArray, lengths: IntArray, size: int) -> Packing:
     indices = np.concatenate(window_orders) if window_orders else np.zeros(0, dtype=np.int64)
     sample_offsets = np.concatenate(([0], np.cumsum(np.array(counts, dtype=np.int64)))).astype(np.int64)
     return Packing(size, chunk_starts[indices], predictions[indices], sample_offsets)
+
+
+@dataclass(frozen=True)
+class CutDocuments:
+    """What became of documents with more tokens than a sample holds, if they may not be split."""
+
+    cut: int
+    """Documents of which the end is missing."""
+    left_out: int
+    """Documents that are missing, because no token that is learned is left of them."""
+
+
+def place_singly(starts: IntArray, lengths: IntArray, size: int) -> Packing:
+    """Put each document of two to ``size`` + 1 tokens into a sample of its own; arguments as for :func:`pack`."""
+    kept = lengths > 1
+    return Packing(size, starts[kept], lengths[kept] - 1, np.arange(int(kept.sum()) + 1, dtype=np.int64))
+
+
+def cut_documents(
+    starts: IntArray, lengths: IntArray, size: int, read_answers: Callable[[int, int], torch.Tensor]
+) -> tuple[IntArray, IntArray, CutDocuments]:
+    """Cut documents at their end to ``size`` predictions; leave those out that then have no answer.
+
+    Args:
+        read_answers: returns whether each token is an answer, by (first token, count).
+
+    Returns:
+        (starts, lengths, what was cut)
+    """
+    is_long = lengths > size + 1
+    kept = np.ones(len(lengths), dtype=bool)
+    for i in np.flatnonzero(is_long):
+        kept[i] = bool(read_answers(int(starts[i]) + 1, size).any())
+    cut = CutDocuments(int((is_long & kept).sum()), int((~kept).sum()))
+    return starts[kept], np.minimum(lengths[kept], size + 1), cut
 
 
 def _split_documents(starts: IntArray, lengths: IntArray, size: int) -> tuple[IntArray, IntArray]:

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary, load_index
+from clustertrain.config.parsing.foreign_shards import LOSS_SUFFIX, load_shards
+from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary
 from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
-from clustertrain.train.data.packing import IntArray, Packing, pack
+from clustertrain.train.data.document_ends import read_document_ends
+from clustertrain.train.data.packing import CutDocuments, IntArray, Packing, cut_documents, pack, place_singly
 
 _HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that are hashed for the version
 
@@ -33,11 +35,10 @@ class TokenCorpus:
             ConfigError: the folder does not hold shards, or its index lists tokens beyond ``vocab_size``.
         """
         self.name = f"data.path = {str(folder)!r}"
-        self._folder = folder
-        self._index = load_index(folder)
+        self._folder, self._index = load_shards(folder)
         if vocab_size is not None:
             check_vocabulary(folder, self._index, vocab_size)
-        self._maps: list[TokenArray] = [self._mmap_shard(shard) for shard in self._index.shards]
+        self._map_files()
         self._shard_offsets: IntArray = np.concatenate(([0], np.cumsum([len(m) for m in self._maps]))).astype(np.int64)
         self.version = self._compute_version()
 
@@ -46,19 +47,44 @@ class TokenCorpus:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling a memory map would copy its content.
-        return {**self.__dict__, "_maps": None}
+        return {**self.__dict__, "_maps": None, "_answer_maps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._maps = [self._mmap_shard(shard) for shard in self._index.shards]
+        self._map_files()
+
+    def _map_files(self) -> None:
+        self._maps: list[TokenArray] = [self._mmap_shard(shard) for shard in self._index.shards]
+        self._answer_maps: list[TokenArray] = [
+            self._mmap_answers(shard, len(tokens))
+            for shard, tokens in zip(self._index.shards, self._maps, strict=True)
+            if shard.answers
+        ]
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the shards mark the tokens to learn."""
+        return self._index.has_answers
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer that the index names."""
+        return self._index.tokenizer
+
+    def read_answers(self, start: int, count: int) -> torch.Tensor:
+        """Return whether each of ``count`` tokens from ``start`` on is marked; only if the corpus ``has_answers``."""
+        return self._read(self._answer_maps, start, np.empty(count, dtype=np.bool_))
 
     def read(self, start: int, count: int) -> torch.Tensor:
         """Return ``count`` tokens from ``start`` on as int64, possibly from several shards."""
-        out = np.empty(count, dtype=np.int64)
-        filled, shard = 0, int(np.searchsorted(self._shard_offsets, start, side="right")) - 1
+        return self._read(self._maps, start, np.empty(count, dtype=np.int64))
+
+    def _read(self, maps: list[TokenArray], start: int, out: TokenArray) -> torch.Tensor:
+        """Fill ``out`` with the values of ``maps`` from token ``start`` on."""
+        filled, shard, count = 0, int(np.searchsorted(self._shard_offsets, start, side="right")) - 1, len(out)
         while filled < count:
             offset = start + filled - int(self._shard_offsets[shard])
-            chunk = self._maps[shard][offset : offset + count - filled]
+            chunk = maps[shard][offset : offset + count - filled]
             out[filled : filled + len(chunk)] = chunk
             filled, shard = filled + len(chunk), shard + 1
         return torch.from_numpy(out)
@@ -87,7 +113,9 @@ class TokenCorpus:
                 size = path.stat().st_size
                 # mmap rejects an empty file.
                 tokens = (
-                    np.memmap(path, dtype=np.dtype(self._index.dtype), mode="r") if size else np.zeros(0, np.uint16)
+                    np.memmap(path, dtype=np.dtype(shard.dtype or self._index.dtype), mode="r")
+                    if size
+                    else np.zeros(0, np.uint16)
                 )
         except (OSError, ValueError) as e:
             raise ConfigError(
@@ -105,17 +133,29 @@ class TokenCorpus:
             )
         return tokens
 
+    def _mmap_answers(self, shard: TokenShard, tokens: int) -> TokenArray:
+        path = self._folder / shard.answers
+        try:
+            if path.suffix == LOSS_SUFFIX:
+                answers: TokenArray = np.memmap(path, dtype=np.uint8, mode="r") if tokens else np.zeros(0, np.uint8)
+            else:
+                answers = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as e:
+            raise ConfigError(
+                f"{path}: not an array of marks: {e}", fix="see docs/guides/data.md for the format"
+            ) from e
+        if answers.shape != (tokens,) or answers.dtype not in (np.bool_, np.uint8):
+            raise ConfigError(
+                f"{path}: {answers.dtype} of shape {answers.shape} for {tokens} tokens",
+                fix="store one bool per token, or tokenize again",
+            )
+        return answers
+
     def _document_ends(self, shard: TokenShard, tokens: int) -> IntArray:
         if not isinstance(shard.document_ends, str):
             ends = np.array(shard.document_ends, dtype=np.int64)
         elif shard.document_ends:
-            path = self._folder / shard.document_ends
-            try:
-                ends = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError) as e:
-                raise ConfigError(
-                    f"{path}: not an array of document ends: {e}", fix="see docs/guides/data.md for the format"
-                ) from e
+            ends = read_document_ends(self._folder / shard.document_ends, shard.dtype)
         else:
             ends = np.array([tokens], dtype=np.int64)
         is_valid_array = ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends) > 0
@@ -134,6 +174,9 @@ class TokenCorpus:
             digest.update(f"{shard.file} {len(tokens)} {tokens.dtype}".encode())
             digest.update(tokens[:count].tobytes())
             digest.update(tokens[-count:].tobytes())
+        for answers in self._answer_maps:
+            digest.update(answers[:_HASHED_BYTES].tobytes())
+            digest.update(answers[-_HASHED_BYTES:].tobytes())
         return f"xxh3 of the ends: {digest.hexdigest()}"
 
 
@@ -145,8 +188,8 @@ class TokenWindows:
 
     is_stream = True
 
-    def __init__(self, corpus: TokenCorpus, seq_len: int) -> None:
-        """Cut ``corpus`` into windows.
+    def __init__(self, corpus: TokenCorpus, seq_len: int, ignore_index: int = -100) -> None:
+        """Cut ``corpus`` into windows. Targets that it does not mark as answers, if it has marks, are ignored.
 
         Raises:
             ConfigError: the corpus is shorter than one sample.
@@ -160,12 +203,17 @@ class TokenWindows:
         self.corpus = corpus
         self.name, self.version = corpus.name, corpus.version
         self._seq_len = seq_len
+        self._ignore_index = ignore_index
 
     def __len__(self) -> int:
         return (len(self.corpus) - 1) // self._seq_len
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = self.corpus.read(i * self._seq_len, self._seq_len + 1)
+        start = i * self._seq_len
+        tokens = self.corpus.read(start, self._seq_len + 1)
+        if self.corpus.has_answers:
+            answers = self.corpus.read_answers(start + 1, self._seq_len)
+            return tokens[:-1], torch.where(answers, tokens[1:], self._ignore_index)
         return tokens[:-1], tokens[1:]
 
     def where(self, i: int) -> str:
@@ -173,16 +221,47 @@ class TokenWindows:
         return self.corpus.where(i * self._seq_len)
 
 
+class TokenSource(Protocol):
+    """Documents as one stream of tokens, read by position; ``len()`` counts tokens."""
+
+    name: str
+    """Key and path, for messages."""
+    version: str
+    """A checksum of the content."""
+
+    def __len__(self) -> int: ...
+    def read(self, start: int, count: int, /) -> torch.Tensor: ...
+    def documents(self) -> tuple[IntArray, IntArray]: ...
+    def where(self, token: int, /) -> str: ...
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether some tokens are marked as answers, and only they are learned."""
+
+    def read_answers(self, start: int, count: int, /) -> torch.Tensor:
+        """Return whether each token is an answer; only if the source ``has_answers``."""
+
+
 class PackedTokens:
     """Samples (inputs, targets), both int64 (seq_len,), of documents packed without splitting where possible.
 
-    Each target is the next token of the same document. Remaining positions are padded with token 0 and ignored targets.
-    Attention is not masked at document boundaries: tokens also attend to earlier documents of the sample.
+    Each target is the next token of the same document, or ignored if it is not an answer in a corpus that marks these.
+    Remaining positions are padded with token 0 and ignored targets. Attention is not masked at document boundaries:
+    tokens also attend to earlier documents of the sample.
     """
 
-    def __init__(self, corpus: TokenCorpus, packing: Packing, ignore_index: int, version: str) -> None:
+    def __init__(
+        self,
+        corpus: TokenSource,
+        packing: Packing,
+        ignore_index: int,
+        version: str,
+        cut: CutDocuments | None = None,
+    ) -> None:
+        """``cut`` says what became of documents that are longer than a sample; None: they were split."""
         self.corpus = corpus
         self.packing = packing
+        self.cut = cut
         self.name, self.version = corpus.name, version
         self._ignore_index = ignore_index
 
@@ -198,6 +277,9 @@ class PackedTokens:
             length = int(packing.lengths[chunk])
             tokens = self.corpus.read(int(packing.starts[chunk]), length + 1)
             inputs[offset : offset + length], targets[offset : offset + length] = tokens[:-1], tokens[1:]
+            if self.corpus.has_answers:
+                answers = self.corpus.read_answers(int(packing.starts[chunk]) + 1, length)
+                targets[offset : offset + length][~answers] = self._ignore_index
             offset += length
         return inputs, targets
 
@@ -220,11 +302,24 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
     validation_corpus = (
         TokenCorpus(Path(spec.validation_path).expanduser(), vocab_size) if spec.validation_path else None
     )
-    if not spec.pack:
-        windows = TokenWindows(corpus, spec.seq_len)
-        if spec.validation:
-            return validation_split.split(windows, spec.validation, corpus.name)
-        return windows, TokenWindows(validation_corpus, spec.seq_len) if validation_corpus else None
+    if spec.pack:
+        return build_document_datasets(corpus, validation_corpus, spec, ignore_index)
+    windows = TokenWindows(corpus, spec.seq_len, ignore_index)
+    if spec.validation:
+        return validation_split.split(windows, spec.validation, corpus.name)
+    return windows, TokenWindows(validation_corpus, spec.seq_len, ignore_index) if validation_corpus else None
+
+
+def build_document_datasets(
+    corpus: TokenSource, validation_corpus: TokenSource | None, spec: DataSpec, ignore_index: int
+) -> tuple[PackedTokens, PackedTokens | None]:
+    """Build the training and validation datasets (or None) of documents; ``ignore_index`` means no loss.
+
+    With ``data.kind = "chat"`` the corpora ``has_answers``, and documents are cut instead of split.
+
+    Raises:
+        ConfigError: there are too few documents for ``data.validation``, or none fits into a sample.
+    """
     starts, lengths = corpus.documents()
     if not spec.validation:
         train = _build_packed(corpus, starts, lengths, spec, ignore_index)
@@ -252,12 +347,21 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
 
 
 def _build_packed(
-    corpus: TokenCorpus, starts: IntArray, lengths: IntArray, spec: DataSpec, ignore_index: int
+    corpus: TokenSource, starts: IntArray, lengths: IntArray, spec: DataSpec, ignore_index: int
 ) -> PackedTokens:
-    version = f"{corpus.version}, packed by {spec.seq_len}" + (
+    cut = None
+    if spec.kind == "chat":  # a part of a conversation would lack what it answers to
+        starts, lengths, cut = cut_documents(starts, lengths, spec.seq_len, corpus.read_answers)
+        if not len(starts):
+            raise ConfigError(
+                f"{corpus.name}: in no conversation does an answer start within data.seq_len = {spec.seq_len} tokens",
+                fix="raise data.seq_len",
+            )
+    packing = pack(starts, lengths, spec.seq_len) if spec.pack else place_singly(starts, lengths, spec.seq_len)
+    version = f"{corpus.version}, {'packed by' if spec.pack else 'singly in'} {spec.seq_len}" + (
         f", validation {spec.validation:g}" if spec.validation else ""
     )
-    packed = PackedTokens(corpus, pack(starts, lengths, spec.seq_len), ignore_index, version)
+    packed = PackedTokens(corpus, packing, ignore_index, version, cut)
     if not len(packed):
         raise ConfigError(f"{corpus.name}: no document has two tokens or more", fix="add text")
     return packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,29 +13,35 @@ import msgspec
 import numpy as np
 
 from clustertrain import fsio, reading
+from clustertrain.config.chat.encode import ChatEncoder, EncodedConversation
+from clustertrain.config.chat.rows import list_chat_files, read_conversations
+from clustertrain.config.chat.tokenizer import TokenizerFiles, build_tokenizer, encode_batch
 from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, ShardIndex, TokenDtype, TokenShard
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.text_files import list_files
 
-_SHARD_FILE = re.compile(r"\d{5}\.(bin|ends\.npy)")
+_SHARD_FILE = re.compile(r"\d{5}\.(bin|(ends|answers)\.npy)")
 SHARD_TOKENS = 32 * 1024 * 1024  # per shard, which is held in memory while it is written
+BATCH_DOCUMENTS = 256  # tokenized by one call of the tokenizers library, with all cores
 DocumentUnit = Literal["files", "lines", "jsonl"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Document = Sequence[int] | Array | EncodedConversation
 
 
 def write(
     folder: Path,
-    documents: Iterable[Sequence[int] | Array],
+    documents: Iterable[Document],
     *,
     dtype: TokenDtype = "uint32",
     shard_tokens: int = SHARD_TOKENS,
     tokenizer: str = "",
 ) -> ShardIndex:
-    """Write ``documents``, sequences of tokens, to shards of about ``shard_tokens`` tokens in ``folder``.
+    """Write ``documents`` to shards of about ``shard_tokens`` tokens in ``folder``.
 
-    Empty documents are skipped. The index is written last, so a folder without one is incomplete. A failed call removes
+    A document is a sequence of tokens, or a conversation, whose answers are then marked; all are of one sort. Empty
+    documents are skipped. The index is written last, so a folder without one is incomplete. A failed call removes
     everything that it wrote.
 
     Raises:
@@ -80,12 +87,12 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
 
 
 def _write_shards(
-    folder: Path, documents: Iterable[Sequence[int] | Array], dtype: TokenDtype, shard_tokens: int, tokenizer: str
+    folder: Path, documents: Iterable[Document], dtype: TokenDtype, shard_tokens: int, tokenizer: str
 ) -> ShardIndex:
     shards: list[TokenShard] = []
     largest, max_token = -1, 2 ** (8 * DTYPE_BYTES[dtype]) - 1
     for group in _group_by_shard(documents, shard_tokens):
-        for number, tokens in group:
+        for number, tokens, _ in group:
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high > max_token:
                 raise ConfigError(
@@ -93,7 +100,8 @@ def _write_shards(
                     fix="choose a wider --dtype" if low >= 0 else "use token ids >= 0",
                 )
             largest = max(largest, high)
-        shards.append(_write_shard(folder, len(shards), [tokens.astype(dtype) for _, tokens in group]))
+        answers = [marks for _, _, marks in group if marks is not None]
+        shards.append(_write_shard(folder, len(shards), [tokens.astype(dtype) for _, tokens, _ in group], answers))
     if not shards:
         raise ConfigError("no document has tokens", fix="check the input text and --documents")
     index = ShardIndex(shards=tuple(shards), dtype=dtype, max_token_id=largest, tokenizer=tokenizer)
@@ -101,15 +109,21 @@ def _write_shards(
     return index
 
 
-def _group_by_shard(documents: Iterable[Any], shard_tokens: int) -> Iterator[list[tuple[int, Array]]]:
-    """Yield the (document number, tokens) pairs of each shard."""
-    group: list[tuple[int, Array]] = []
+def _group_by_shard(
+    documents: Iterable[Document], shard_tokens: int
+) -> Iterator[list[tuple[int, Array, Array | None]]]:
+    """Yield (document number, tokens, whether each is an answer) of the documents of each shard."""
+    group: list[tuple[int, Array, Array | None]] = []
     count = 0
     for number, document in enumerate(documents):
-        tokens = np.asarray(document)
+        tokens, answers = (
+            (document.ids, document.answers)
+            if isinstance(document, EncodedConversation)
+            else (np.asarray(document), None)
+        )
         if not tokens.size:
             continue
-        group.append((number, tokens))
+        group.append((number, tokens, answers))
         count += tokens.size
         if count >= shard_tokens:
             yield group
@@ -118,14 +132,21 @@ def _group_by_shard(documents: Iterable[Any], shard_tokens: int) -> Iterator[lis
         yield group
 
 
-def _write_shard(folder: Path, number: int, documents: Sequence[Array]) -> TokenShard:
+def _write_shard(folder: Path, number: int, documents: Sequence[Array], answers: Sequence[Array]) -> TokenShard:
     name = f"{number:05d}"
+    if answers:
+        np.save(folder / f"{name}.answers.npy", np.concatenate(answers), allow_pickle=False)
     ends = np.cumsum([len(d) for d in documents]).astype(np.int64)
     np.save(folder / f"{name}.ends.npy", ends, allow_pickle=False)
     with fsio.atomic_write(folder / f"{name}.bin") as out:
         for tokens in documents:
             out.write(tokens.tobytes())
-    return TokenShard(file=f"{name}.bin", tokens=int(ends[-1]), document_ends=f"{name}.ends.npy")
+    return TokenShard(
+        file=f"{name}.bin",
+        tokens=int(ends[-1]),
+        document_ends=f"{name}.ends.npy",
+        answers=f"{name}.answers.npy" if answers else "",
+    )
 
 
 def read_documents(path: Path, pattern: str, unit: DocumentUnit, key: str) -> Iterator[bytes]:
@@ -182,6 +203,33 @@ def tokenizer_from_function(function: Callable[[str], Sequence[int]]) -> Callabl
         return ids
 
     return tokenize
+
+
+def encode_documents(files: TokenizerFiles, documents: Iterable[bytes]) -> Iterator[Array]:
+    """Yield the tokens of each document, without those that a tokenizer adds by itself; invalid UTF-8 becomes U+FFFD.
+
+    Raises:
+        ConfigError: the tokenizers library cannot read the tokenizer.
+        UnsuitableEnvironment: the library is not installed.
+    """
+    tokenizer = build_tokenizer(files, "--tokenizer")
+    texts = ((f"document {i}", document.decode(errors="replace")) for i, document in enumerate(documents))
+    while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
+        names, contents = zip(*batch, strict=True)
+        for encoding in encode_batch(tokenizer, contents, names):
+            yield np.array(encoding.ids, dtype=np.int64)
+
+
+def encode_chats(tokenizer: Path, template: Path | None, path: Path) -> Iterator[EncodedConversation]:
+    """Yield the conversations of a chat file, or of the chat files of a folder, as tokens.
+
+    Raises:
+        ConfigError: the tokenizer, the template or a row is not usable.
+        UnsuitableEnvironment: a package is not installed.
+    """
+    encoder = ChatEncoder(tokenizer, template)
+    for file in list_chat_files(path, "PATH"):
+        yield from encoder.encode(read_conversations(file))
 
 
 def append_end_token(documents: Iterable[Sequence[int] | Array], end_token: int | None) -> Iterator[Array]:

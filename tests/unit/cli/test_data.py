@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from clustertrain.cli.data import data
 from clustertrain.config.parsing.token_shards import ShardIndex, load_index
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
+from tests.tiny_tokenizer import MARKED, byte_level_tokenizer, chat, write_rows, write_tokenizer
 
 TOKENIZER_MODULE = """
 def words(text):
@@ -88,7 +90,7 @@ def test_lone_surrogate_becomes_the_replacement_character(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (["--tokenizer", "letters"], UsageError, "neither bytes nor package.module"),
+        (["--tokenizer", "letters"], UsageError, "neither bytes, nor a tokenizer.json"),
         (["--tokenizer", "nowhere_at_all:f"], ConfigError, "no module 'nowhere_at_all'"),
         (["--documents", "jsonl"], ConfigError, "a.txt, line 1: not a JSON object with 'text'"),
         (["--key", "body"], UsageError, "needs JSON lines, but --documents is files"),
@@ -126,3 +128,50 @@ def test_out_that_cannot_be_a_folder_is_refused(folder: Path) -> None:
         CliRunner().invoke(
             data, ["tokenize", str(folder), "--out", str(folder / "out" / "below")], catch_exceptions=False
         )
+
+
+def test_tokenizer_file(folder: Path) -> None:
+    write_tokenizer(folder / "t")
+    index, documents, output = tokenize(folder, "--tokenizer", str(folder / "t" / "tokenizer.json"), "--end", "1")
+    tokenizer = byte_level_tokenizer()
+    tokenizer.no_truncation()
+    texts = ["one\ntwo three\n", "four"]
+    assert documents == [[*tokenizer.encode(t, add_special_tokens=False).ids, 1] for t in texts]
+    assert index.dtype == "uint16" and index.tokenizer.startswith("tokenizer.json xxh3:")
+    assert not index.has_answers and "uint16" in output
+
+
+def test_conversations_with_marked_answers(folder: Path) -> None:
+    write_tokenizer(folder / "t")
+    write_rows(folder / "text" / "chats.jsonl", [chat("hello", "it is late"), chat("what", "the time")])
+    index, documents, _ = tokenize(folder, "--documents", "chat", "--tokenizer", str(folder / "t"))
+    [shard] = index.shards
+    answers = np.load(folder / "out" / shard.answers)
+    learned = np.array([t for d in documents for t in d])[answers].tolist()
+    text = byte_level_tokenizer().decode(learned, skip_special_tokens=False)
+    assert text == "it is late<|im_end|>\nthe time<|im_end|>\n"
+    (folder / "mine.jinja").write_text(MARKED)
+    options = ("--tokenizer", str(folder / "t"), "--chat-template", str(folder / "mine.jinja"))
+    shutil.rmtree(folder / "out")
+    assert tokenize(folder, "--documents", "chat", *options)[1] != documents
+    (folder / "text" / "chats.jsonl").write_text("{}\n")
+    shutil.rmtree(folder / "out")
+    with pytest.raises(ConfigError, match="line 1: neither messages"):
+        tokenize(folder, "--documents", "chat", "--tokenizer", str(folder / "t"))
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--documents", "chat"), "needs a tokenizer with a chat template, but --tokenizer is bytes"),
+        (("--documents", "chat", "--tokenizer", "t", "--end", "3"), "--end has no effect"),
+        (("--documents", "chat", "--tokenizer", "t", "--pattern", "*.x"), "--pattern has no effect"),
+        (("--documents", "lines", "--chat-template", __file__), "--chat-template needs conversations"),
+        (("--tokenizer", "none/tokenizer.json"), "is neither bytes, nor a tokenizer.json"),
+    ],
+)
+def test_options_without_effect_raise(folder: Path, options: tuple[str, ...], message: str) -> None:
+    argv = ["tokenize", str(folder / "text"), "--out", str(folder / "out"), *options]
+    with pytest.raises(UsageError, match=message):
+        CliRunner().invoke(data, argv, catch_exceptions=False, standalone_mode=False)

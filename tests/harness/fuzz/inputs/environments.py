@@ -18,6 +18,7 @@ from tests.harness.fuzz.inputs.damage import byte_changes, change
 from tests.harness.fuzz.inputs.text import arguments, numbers, words
 from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
+from tests.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 from tests.unit.report.live_runs import begin, new_run
 
 STATES = ("RUNNING", "PENDING", "COMPLETING", "CANCELLED by 0", "NODE_FAIL", "PREEMPTED", "SIGNALING", "NEW_STATE", "")
@@ -103,7 +104,11 @@ def environments() -> SearchStrategy[tuple[dict[str, str], tuple[str, ...]]]:
     return st.tuples(variables, st.sampled_from(CALLS))
 
 
-TEXTS = (b"one line\nanother\n", b'{"text": "a document"}\n{"text": "another"}\n')
+TEXTS = (
+    b"one line\nanother\n", b'{"text": "a document"}\n{"text": "another"}\n',
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+    b'{"prompt": "a", "completion": "b"}\n',
+)  # fmt: skip
 
 
 def data() -> SearchStrategy[tuple[bytes, bool, list[str]]]:
@@ -126,12 +131,17 @@ def play_data(box: Sandbox, drawn: tuple[bytes, bool, list[str]]) -> None:
     if damaged and shards:
         path = shards[len(text) % len(shards)]
         path.write_bytes(change(path.read_bytes(), ("cut", len(text)) if len(text) % 2 else ("end", text)))
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    template = tokenizer / "tokenizer_config.json"
+    template.write_bytes(change(template.read_bytes(), ("end", text)) if damaged else template.read_bytes())
     for data_keys in (
         {"kind": "tokens", "path": str(folder / "shards")},
         {"kind": "text", "path": str(folder / "text")},
+        {"kind": "chat", "path": str(folder / "text"), "tokenizer": str(tokenizer)},
     ):
+        vocabulary = ["--set", f"model.vocab_size={VOCAB_SIZE}"] if data_keys["kind"] == "chat" else []
         pairs = [word for key, value in data_keys.items() for word in ("--set", f"data.{key}={json.dumps(value)}")]
-        box.call(["submit", "--dry-run", "--backend", "local", "--nodes", "1", "--gpus", "1", *pairs])
+        box.call(["submit", "--dry-run", "--backend", "local", "--nodes", "1", "--gpus", "1", *pairs, *vocabulary])
 
 
 CLASSES = (

@@ -9,7 +9,9 @@ import pytest
 
 from clustertrain.agent.containers import contents
 from clustertrain.config.container import Mount
+from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run.run_dir import RunDir
 
@@ -68,6 +70,23 @@ def test_mounts_have_each_folder_once_and_parents_first(
     }  # fmt: skip
     depths = [mount.target.count("/") for mount in mounts]
     assert depths == sorted(depths)
+
+
+def test_data_tokenizer_and_template_are_mounted(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "_SHARED_FOLDER", Path("/run"))
+    for name in ("megatron", "t"):
+        (tmp_path / name).mkdir()
+    for name in ("chats.jsonl", "mine.jinja", "megatron/a.idx"):
+        (tmp_path / name).touch()
+    chats = {"kind": "chat", "path": "chats.jsonl", "tokenizer": "t", "chat_template": "mine.jinja"}
+    for keys, expected in (
+        (chats, ("chats.jsonl", "t", "mine.jinja")),
+        ({"kind": "tokens", "path": "megatron/a.idx"}, ("megatron",)),  # its tokens are in another file
+    ):
+        data = {key: value if key == "kind" else str(tmp_path / value) for key, value in keys.items()}
+        spec = RunSpec(recipe=Recipe(data=DataSpec(**data)))
+        mounts = contents.list_mounts(run, spec, "/", tmp_path / "ranks", tmp_path / "hooks")
+        assert {m.target for m in mounts if m.read_only} == {str(tmp_path / name) for name in (*expected, "hooks")}
 
 
 def test_mount_that_the_node_lacks(run: RunDir, tmp_path: Path) -> None:

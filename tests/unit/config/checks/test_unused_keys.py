@@ -61,6 +61,8 @@ def check_recipe(**tables: Any) -> None:
         ({"data": {"seq_len": 64}, "model": IMAGES}, 'seq_len has no effect with data.kind = "images"', '"tokens"'),
         ({"data": {"pattern": "*.txt"}, "model": IMAGES}, "data.pattern has", '"text" or "pairs"'),
         ({"data": {"pack": True}}, "data.pack has", '"tokens"'),
+        ({"data": {"tokenizer": "t"}}, 'data.tokenizer has no effect with data.kind = "text"', "data tokenize"),
+        ({"data": {"chat_template": "t"}}, "data.chat_template has", '"chat"'),
         ({"data": {"augment": {"flip": True}}}, "data.augment.flip has", '"images"'),
         ({"data": {"prefetch": 4}}, "data.prefetch has no effect with data.workers = 0", "data.workers to 1"),
         ({"evaluation": {"every": 10, "patience": 2}}, "every and .*patience have", "data.validation or"),

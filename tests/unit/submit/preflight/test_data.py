@@ -16,6 +16,7 @@ from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.train.data.tokenize import write
 from tests.fakes.slurm.fixture import FakeSlurm
+from tests.unit.config.parsing.test_foreign_shards import write_megatron
 
 pytestmark = [pytest.mark.usefixtures("fake_slurm"), pytest.mark.long]
 
@@ -70,9 +71,23 @@ def test_fewer_tokens_than_sample_are_refused(tmp_path: Path) -> None:
     assert data_here.check_data(prepare_run(tmp_path, data={**data, "pack": "true"})) is None
 
 
+def test_files_of_megatron_are_checked_by_their_headers(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "text", [range(200)], [0, 1])
+    data = {"kind": "tokens", "path": "text.idx"}
+    with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
+        data_here.check_data(prepare_run(tmp_path, data=data))
+    assert data_here.check_data(prepare_run(tmp_path, data={**data, "seq_len": 64})) is None
+    note = data_here.check_epoch_size(prepare_run(tmp_path, data={**data, "seq_len": 64}, train={"global_batch": 8}))
+    assert note is not None and "3" in note
+    keys = ("data.kind=tokens", "data.path=text")
+    prefix = prepare(SubmitRequest(cwd=tmp_path, assignments=keys, job={"backend": "local"}))
+    with pytest.raises(ConfigError, match=r"text': no such file or folder(.|\n)*add .idx"):
+        data_here.check_data(prefix)
+
+
 def test_folder_without_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
-    with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
+    with pytest.raises(ConfigError, match=r"neither index.json nor .npy, .idx or .ds files"):
         data_here.check_data(prepare_run(tmp_path, data={"kind": "tokens", "path": "shards"}))
 
 

@@ -21,6 +21,7 @@ UNKNOWN = Interpreter("/elsewhere/python")
         ({"optim": {"name": "adamw8bit"}}, "the package torchao"),
         ({"model": {"kind": "convnet"}, "data": {"augment": {"flip": True}}}, "data.augment: the package kornia"),
         ({"model": {"kind": "convnet"}, "data": {"path": "digits"}}, "data.path = 'digits': the package sklearn"),
+        ({"data": {"kind": "chat", "path": "a.jsonl", "tokenizer": "t"}}, "data.kind = 'chat': the package tokenizers"),
         ({"checkpoint": {"engine": "torchsnapshot"}}, "checkpoint.engine = 'torchsnapshot': the package torchsnapshot"),
     ],
 )

@@ -210,7 +210,7 @@ def test_too_few_tokens_or_documents_raise(folder: Path, tmp_path: Path) -> None
         build_token_datasets(spec(folder, seq_len=58), None, -100)
     with pytest.raises(ConfigError, match="leaves 0 for validation"):
         build_token_datasets(spec(folder, pack=True, validation=0.01), None, -100)
-    with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
+    with pytest.raises(ConfigError, match=r"neither index.json nor .npy, .idx or .ds files"):
         TokenCorpus(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         TokenCorpus(tmp_path / "nowhere")

@@ -1,0 +1,203 @@
+"""Rows of chat files: conversations with roles, from JSON lines and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertrain import extras, reading
+from clustertrain.errors import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ANSWER_ROLE = "assistant"
+MAX_ROW_BYTES = 64 * reading.MIB
+_COLUMNS = ("messages", "prompt", "completion", "tools")
+_SUFFIXES = (".jsonl", ".parquet")
+_SHAPE_FIX = (
+    'write {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, or '
+    '{"prompt": "…", "completion": "…"}'
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row of a chat file."""
+
+    where: str
+    """File and number of the row, for messages."""
+    messages: list[dict[str, Any]]
+    """The messages, as the template receives them."""
+    trained: tuple[int, ...]
+    """Indices of the assistant's messages that are trained on; never empty."""
+    tools: list[Any] | None = None
+    """Descriptions of functions, which the template may show to the model."""
+
+
+def list_chat_files(path: Path, key: str = "data.path") -> list[Path]:
+    """Return ``path`` itself, or the .jsonl and .parquet files in the folder ``path``, sorted.
+
+    Raises:
+        ConfigError: there is no such path, or no such file in it.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise ConfigError(
+                f"{key} = {str(path)!r}: no such file or folder", fix="use a path that every node can read"
+            )
+        return [path]
+    files = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file() and not p.name.startswith("."))
+    if not files:
+        raise ConfigError(
+            f"{key} = {str(path)!r}: no {' or '.join(_SUFFIXES)} files", fix="name a folder of chat files, or one file"
+        )
+    return files
+
+
+def read_conversations(path: Path, max_bytes: int | None = None) -> Iterator[Conversation]:
+    """Yield the rows of one file: Parquet by its suffix, otherwise JSON lines. Blank lines are skipped.
+
+    Args:
+        max_bytes: stop after about this many bytes of JSON lines, or after the first row group of Parquet; None:
+            read all.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row is not a conversation; the message names the row.
+        UnsuitableEnvironment: Parquet needs pyarrow, which is not installed.
+    """
+    rows = _read_parquet(path, max_bytes) if path.suffix == ".parquet" else _read_json_lines(path, max_bytes)
+    for where, row in rows:
+        yield parse_row(row, where)
+
+
+def _read_json_lines(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
+    read_bytes, number = 0, 0
+    try:
+        with reading.open_regular(path) as file:
+            while (max_bytes is None or read_bytes < max_bytes) and (line := file.readline(MAX_ROW_BYTES + 1)):
+                read_bytes, number = read_bytes + len(line), number + 1
+                if len(line) > MAX_ROW_BYTES:
+                    raise ConfigError(
+                        f"{path}, line {number}: longer than {MAX_ROW_BYTES // reading.MIB} MiB",
+                        fix="write one JSON object per line",
+                    )
+                if line.strip():
+                    yield f"{path}, line {number}", _parse_line(line, f"{path}, line {number}")
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror or e}", fix="use JSON lines or Parquet that every node can read") from e
+
+
+def _parse_line(line: bytes, where: str) -> Any:
+    try:
+        return reading.parse_json(line)
+    except ValueError as e:
+        raise ConfigError(f"{where}: not JSON: {e}", fix="write one JSON object per line, and correct this one") from e
+
+
+def _read_parquet(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
+    extras.require("pyarrow.parquet", f"{path}", alternative="convert the data to JSON lines")
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [name for name in file.schema_arrow.names if name in _COLUMNS]
+            if not columns:
+                names = ", ".join(file.schema_arrow.names[:8])
+                raise ConfigError(f"{path}: neither messages nor prompt and completion among its columns: {names}")
+            row_groups = None if max_bytes is None else range(min(1, file.num_row_groups))
+            for batch in file.iter_batches(batch_size=1024, columns=columns, row_groups=row_groups):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (OSError, pyarrow.ArrowException) as e:
+        raise ConfigError(f"{path}: not a readable Parquet file: {e}", fix="write it again") from e
+
+
+def parse_row(row: Any, where: str) -> Conversation:
+    """Return the conversation of ``row``.
+
+    ``messages`` is a conversation. ``prompt`` and ``completion`` are the user's and the assistant's text, or two lists
+    of messages, of which only the assistant's in the completion are trained on.
+
+    Raises:
+        ConfigError: ``row`` has another shape, an unknown role, or no answer; the message starts with ``where``.
+    """
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: {_describe(row)} instead of an object", fix=_SHAPE_FIX)
+    # Parquet has every column in every row.
+    present = {key: value for key, value in row.items() if value is not None}
+    if "messages" in present:
+        messages, first_trained = _parse_messages(present["messages"], f"{where}: messages"), 0
+    elif "prompt" in present and "completion" in present:
+        prompt = _as_messages(present["prompt"], "user", f"{where}: prompt")
+        messages = prompt + _as_messages(present["completion"], ANSWER_ROLE, f"{where}: completion")
+        first_trained = len(prompt)
+    else:
+        raise _unknown_shape(present, where)
+    trained = tuple(i for i in range(first_trained, len(messages)) if _is_trained(messages[i]))
+    if not trained:
+        raise ConfigError(
+            f"{where}: no answer: no {ANSWER_ROLE} message" + (" in the completion" if first_trained else ""),
+            fix="add the answer, or remove the row: there is nothing in it to learn",
+        )
+    for i in trained:
+        if not (messages[i].get("content") or messages[i].get("tool_calls")):
+            raise ConfigError(f"{where}: message {i + 1} is an empty answer", fix="add its text, or remove the row")
+    tools = present.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ConfigError(f"{where}: tools is {_describe(tools)}, not a list", fix="list the functions, or remove it")
+    return Conversation(where, messages, trained, tools or None)
+
+
+def _as_messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else _parse_messages(value, where)
+
+
+def _parse_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where}: {_describe(value)} instead of a list of messages", fix=_SHAPE_FIX)
+    return [_parse_message(message, f"{where}, message {i}") for i, message in enumerate(value, 1)]
+
+
+def _parse_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        fix = _SHAPE_FIX
+        if isinstance(message, dict) and "from" in message:
+            fix = 'rename "from" to "role" and "value" to "content", with the roles ' + ", ".join(ROLES)
+        raise ConfigError(f"{where}: no role", fix=fix)
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise ConfigError(f"{where}: unknown role {role!r:.60}", fix=f"use {', '.join(ROLES)}")
+    has_calls = bool(message.get("tool_calls"))
+    if not isinstance(content, str) and not (content is None and has_calls):
+        raise ConfigError(
+            f"{where} ({role}): content is {_describe(content)}, not text",
+            fix="write the text as one string; images and lists of parts are not supported",
+        )
+    # Templates ask `is defined`, and columns of Parquet exist in every message. transformers drops these too.
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    return message["role"] == ANSWER_ROLE and message.get("weight") != 0
+
+
+def _unknown_shape(row: Iterable[str], where: str) -> ConfigError:
+    keys = list(row)
+    if {"chosen", "rejected"} <= set(keys):
+        return ConfigError(
+            f"{where}: a pair of a chosen and a rejected answer",
+            fix="preferences are not supported: train on the chosen answers, as messages or completion",
+        )
+    listed = ", ".join(f"{key!r:.60}" for key in keys[:8]) or "none"
+    return ConfigError(f"{where}: neither messages nor prompt and completion; its keys: {listed}", fix=_SHAPE_FIX)
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    names = {str: "text", list: "a list", dict: "an object", bool: "a truth value", int: "a number", float: "a number"}
+    return "an empty list" if value == [] else names.get(type(value), type(value).__name__)
