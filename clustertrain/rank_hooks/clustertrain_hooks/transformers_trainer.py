@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Callable
 
 from . import checkpoints, heartbeat
+from .checkpoint_checks import find_problem
 from .guard import guarded
 from .progress import Progress, get_progress
 from .rank import Rank
@@ -58,7 +59,7 @@ def _choose_checkpoint(trainer: Any, progress: Progress, training: str, requeste
     rank = progress.rank
     if requested is True:  # the newest one, whoever wrote it
         numbered = checkpoints.list_numbered(trainer.args.output_dir, _CHECKPOINT)
-        return checkpoints.choose(rank, training, lambda: numbered, _find_problem)
+        return checkpoints.choose(rank, training, lambda: numbered, lambda c: _find_problem(c, rank.world_size))
     return _choose_saved(rank, training)
 
 
@@ -66,19 +67,20 @@ def _choose_saved(rank: Rank, training: str) -> str | None:
     """Return the newest checkpoint of this training in the run from which it can continue; None without one."""
     if rank.attempt == 1:
         return None
-    return checkpoints.choose(rank, training, lambda: checkpoints.list_saved(rank, training), _find_resume_problem)
+    saved = functools.partial(checkpoints.list_saved, rank, training)
+    return checkpoints.choose(rank, training, saved, lambda c: _find_resume_problem(c, rank.world_size))
 
 
-def _find_problem(folder: str) -> str:
+def _find_problem(folder: str, ranks: int) -> str:
     """Return why the Trainer cannot load ``folder``; empty if it can."""
     if not os.path.exists(os.path.join(folder, "trainer_state.json")):
         return "it has no trainer_state.json, which the Trainer writes last"
-    return checkpoints.find_problem(folder)
+    return find_problem(folder, ranks)
 
 
-def _find_resume_problem(folder: str) -> str:
+def _find_resume_problem(folder: str, ranks: int) -> str:
     """Return why training cannot continue from ``folder`` as if there had been no stop; empty if it can."""
-    problem = _find_problem(folder)
+    problem = _find_problem(folder, ranks)
     if not problem and not any(re.match(r"optimizer|global_step\d+", name) for name in os.listdir(folder)):
         return "it has no state of the optimizer (save_only_model)"
     return problem
