@@ -86,15 +86,20 @@ def _find_resume_problem(folder: str, ranks: int) -> str:
     return problem
 
 
-def _in_run(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_run(method: Callable[..., Any], on_failure: Callable[..., object] | None = None) -> Callable[..., Any]:
     """Call ``method`` with the progress of this process during a training in a run, and do nothing otherwise."""
-    guarded_method = guarded(method)
+    guarded_method = guarded(method, on_failure=on_failure)
 
     @functools.wraps(method)
     def call(self: TrainReports, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         return None if self._progress is None else guarded_method(self, self._progress, args, state, control, **kwargs)
 
     return call
+
+
+def _in_run_to_stop(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Do so with a method without which the Trainer cannot stop at a step: the agent has to send its signal."""
+    return _in_run(method, on_failure=lambda self, *args, **kwargs: self._stop.give_up())
 
 
 class TrainReports:
@@ -144,7 +149,7 @@ class TrainReports:
         self.is_ready = False
         self._begin(args, state, control)
 
-    @_in_run
+    @_in_run_to_stop
     def _begin(self, progress: Progress, args: Any, state: Any, control: Any) -> None:
         progress.framework = FRAMEWORK
         if self._resumed_from and state.global_step:
@@ -153,7 +158,7 @@ class TrainReports:
         self._stop.offer(FRAMEWORK)
         progress.begin()
 
-    @_in_run
+    @_in_run_to_stop
     def on_step_end(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         progress.end_step(state.global_step)
         if self._stop.is_reached(state.global_step):
