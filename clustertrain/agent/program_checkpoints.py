@@ -17,6 +17,7 @@ from clustertrain import settings
 from clustertrain.config.command_options import fill
 from clustertrain.config.job import RunSpec
 from clustertrain.rank_hooks.clustertrain_hooks import checkpoints
+from clustertrain.rank_hooks.clustertrain_hooks.checkpoint_checks import find_problem
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.run import event_types, events
 from clustertrain.run.events import EventLog
@@ -44,6 +45,7 @@ class ProgramCheckpoints:
     def __init__(self, run: RunDir, attempt: AttemptDir, spec: RunSpec) -> None:
         self._run, self._attempt = run, attempt
         self._pattern = build_pattern(spec, run.path)
+        self._ranks = spec.job.nodes * spec.job.gpus
         self._is_command = spec.script is not None and bool(spec.script.command)
         self._log = EventLog(attempt.events_path("checkpoints")) if self._is_command and self._pattern else None
         self._newest = 0.0
@@ -69,7 +71,7 @@ class ProgramCheckpoints:
     def _watch(self) -> None:
         try:
             if self._log is None:
-                self._chosen = _find_reported(self._run, self._attempt)
+                self._chosen = _find_reported(self._run, self._attempt, self._ranks)
                 return
             self._chosen = self._choose(self._log)
         except OSError as e:
@@ -113,7 +115,7 @@ class ProgramCheckpoints:
         for checkpoint in found:
             if checkpoint.modified <= self._newest:
                 return None
-            problem = _find_problem(checkpoint.path)
+            problem = _find_problem(checkpoint.path, self._ranks)
             if not problem:
                 return checkpoint
             if report is not None:
@@ -121,10 +123,10 @@ class ProgramCheckpoints:
         return None
 
 
-def _find_problem(path: str) -> str:
+def _find_problem(path: str, ranks: int) -> str:
     """Return why a checkpoint is not whole; empty if it is, or if nothing in it shows that it is not."""
     is_empty = Path(path).is_file() and not Path(path).stat().st_size
-    return "it is empty" if is_empty else checkpoints.find_problem(path)
+    return "it is empty" if is_empty else find_problem(path, ranks)
 
 
 def build_pattern(spec: RunSpec, run_dir: Path) -> str:
@@ -165,14 +167,14 @@ def _find_first_look(run: RunDir, attempt: AttemptDir) -> float | None:
     return None
 
 
-def _find_reported(run: RunDir, attempt: AttemptDir) -> str:
+def _find_reported(run: RunDir, attempt: AttemptDir, ranks: int) -> str:
     """Return the newest whole checkpoint that hooks have reported in an earlier attempt; empty without one."""
-    rank = Rank(rank=0, world_size=1, attempt=attempt.n, run_dir=str(run.path), rank_dir="")
-    return next((path for path in checkpoints.list_saved(rank) if not checkpoints.find_problem(path)), "")
+    rank = Rank(rank=0, world_size=ranks, attempt=attempt.n, run_dir=str(run.path), rank_dir="")
+    return next((path for path in checkpoints.list_saved(rank) if not find_problem(path, ranks)), "")
 
 
 def _report_problem(path: str, problem: str) -> None:
-    _print(f"{path} is passed over: {problem}")
+    _print(f"skipping checkpoint {path}: {problem}")
 
 
 def _print(message: str) -> None:

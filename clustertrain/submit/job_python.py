@@ -25,6 +25,7 @@ from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UnsuitableEnvironment, UsageError
 from clustertrain.submit import inspect_python, session_search
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.session_search import SessionUse
 
 TIMEOUT_S = 60.0  # for an interpreter on a busy network file system
 MIN_PYTHON = (3, 11)  # as in pyproject.toml
@@ -118,7 +119,8 @@ def choose(
     if script is not None and script.command:  # its ranks have the interpreter that the command names
         named = _inspect(_locate(requested, request), environ) if requested else own
         return JobPython(named, own if named.find_agent_problem() else named, script)
-    user = session_search.find_use(Path(script.path)) if script is not None else None
+    use = session_search.find_use(Path(script.path)) if script is not None else SessionUse(None)
+    user = use.path
     is_plain = script is not None and user is None
     ranks = (
         _inspect(_locate(requested, request), environ)
@@ -128,10 +130,12 @@ def choose(
     note = ""
     if not requested and ranks is not own and not is_plain:
         note = f"the ranks run with {ranks.path}, the python of this shell: {own.path} has no torch"
+    if use.unparsed:
+        note = f"{note}; {use.unparsed}" if note else use.unparsed
     if script is None or user is not None:  # a check refuses an interpreter that cannot run it
         if script is not None and user != Path(script.path).resolve():
             how = f"{script.name} imports {user}, which uses clustertrain: it starts as a script with a session"
-            note = note or how
+            note = f"{how}; {note}" if note else how
         can_run = has_setup or ranks.find_trainer_problem() is None
         return JobPython(ranks, ranks, script, note if can_run else "")
     agents = own if ranks.find_agent_problem() and not has_setup else ranks

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from clustertrain import fsio
@@ -91,6 +92,58 @@ def test_program_that_ignores_signals_is_ended_at_the_deadline(submit: Submit) -
     run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert "has not ended in time" in (run.path / "job.log").read_text()
+
+
+# A new session, a second fork, all signals ignored that can be, and nothing of the environment of the rank left.
+FORKS_DAEMON = """
+import os, pathlib, signal, sys, time
+
+DAEMON = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(3600)"
+pid_file = pathlib.Path(os.environ["OUT"], "daemon-" + os.environ["RANK"])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        os.chdir("/")
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.execve(sys.executable, [sys.executable, "-c", DAEMON, str(pid_file)], {})
+    os._exit(0)
+while not pid_file.exists() or not pid_file.read_text():
+    time.sleep(0.05)
+print("ready", flush=True)
+END
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["program ends", "cancelled"])
+def test_daemon_of_a_program_ends_with_the_run(submit: Submit, ends: bool) -> None:
+    run = submit(FORKS_DAEMON.replace("END", "" if ends else "time.sleep(3600)"))
+    wait_for_log(run, "ready")
+    daemons = [int((Path(run.env["OUT"]) / f"daemon-{rank}").read_text()) for rank in (0, 1)]
+    if ends:
+        run.complete()
+    else:
+        run.call("cancel", run.id)
+        run.wait_until_final()
+    left = [pid for pid in daemons if psutil.pid_exists(pid)]
+    assert not left, [psutil.Process(pid) for pid in left]
+
+
+def test_framework_without_what_the_hooks_need_still_gets_the_stop_signal(submit: Submit) -> None:
+    Path("transformers").mkdir()
+    Path("transformers", "__init__.py").write_text("__version__ = '9.8.7'")
+    Path("transformers", "trainer.py").write_text("class Trainer: pass")
+    run = submit("import transformers.trainer\n" + SAVES_ON_TERM.replace("END", "sys.exit(0)"))
+    wait_for_log(run, "ready")
+    run.call("requeue", run.id)
+    run.complete()
+    wait_for_log(run, "the hooks for transformers 9.8.7 do not work (AttributeError")
+    wait_for_log(run, "signals still work")
+    wait_for_log(run, "resumed at 17", attempt=2)
+    assert run.endings() == ["preempted", "completed"]
 
 
 def test_failed_program_is_explained_and_not_repeated(submit: Submit) -> None:

@@ -167,7 +167,7 @@ def test_script_stops_on_its_own_signal_and_resumes_with_further_arguments(submi
         assert f"RESUMED {tmp_path / 'project' / '..' / 'out' / 'ckpt.pt'}" in log
     assert first.saved_checkpoint and first.made_progress and second.restored_step == stopped
     assert "ckpt.pt" in run.call("status", run.id).stdout
-    assert saved.exists() and "half.pt is passed over: it ends too early" in (run.path / "job.log").read_text()
+    assert saved.exists() and "out/half.pt: it ends too early" in (run.path / "job.log").read_text()
 
 
 def test_without_hooks_the_signal_ends_the_program(submit: Submit) -> None:

@@ -1,7 +1,4 @@
-"""Checkpoints of the frameworks: which are whole, and which one a restarted program continues from.
-
-A file is never loaded here: what it lacks shows in its structure and size.
-"""
+"""Checkpoints of the frameworks: which ones a run has saved, and which one a restarted program continues from."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import os
 import re
 import sys
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .checkpoint_checks import find_problem
 from .rank import Rank, read_json, write_json
 
 _CHOICE_PATIENCE_S = 300.0  # for rank 0 to check large checkpoints on a slow filesystem
@@ -55,7 +52,8 @@ def choose(
     Args:
         training: the name from :func:`begin_training`.
         list_candidates: called on rank 0; returns paths, newest first.
-        check: returns why a candidate is not whole, empty if it is; by default :func:`find_problem`.
+        check: returns why a candidate is not whole, empty if it is; by default :func:`find_problem`
+            with the ranks of this attempt.
 
     Raises:
         SystemExit: rank 0 has not answered; this rank must not start elsewhere than the others.
@@ -64,8 +62,9 @@ def choose(
     is_in_run = rank.attempt > 0
     if rank.rank == 0 or not is_in_run:
         chosen = None
+        check = check or (lambda path: find_problem(path, rank.world_size))
         try:
-            chosen = next((c for c in list_candidates() if _is_whole(c, check or find_problem)), None)
+            chosen = next((c for c in list_candidates() if _is_whole(c, check)), None)
         finally:
             if is_in_run:  # after an error too: the other ranks wait
                 write_json(path, {"path": chosen})
@@ -85,7 +84,7 @@ def _is_whole(path: str, check: Callable[[str], str]) -> bool:
     """Return whether ``path`` is whole; print why if it is not."""
     problem = check(path)
     if problem:
-        print(f"clustertrain: {path} is passed over: {problem}", flush=True)
+        print(f"clustertrain: skipping checkpoint {path}: {problem}", flush=True)
     return not problem
 
 
@@ -123,81 +122,6 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
                 except ValueError:  # torn by a kill
                     continue
     return [record for record in records if isinstance(record, dict)]
-
-
-def find_problem(path: str) -> str:
-    """Return why the checkpoint in ``path``, a file or a folder, is not whole; empty if it is."""
-    try:
-        if not os.path.exists(path):
-            return "it does not exist"
-        return _find_folder_problem(path) if os.path.isdir(path) else _find_file_problem(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        return f"{type(e).__name__}: {e}"
-
-
-def _find_folder_problem(folder: str) -> str:
-    names = set(os.listdir(folder))
-    if "checkpoint-is-incomplete.txt" in names:
-        return "its save was interrupted (checkpoint-is-incomplete.txt)"
-    if not names:
-        return "it is empty"
-    is_sharded = any(name.endswith(".distcp") for name in names)
-    if is_sharded and ".metadata" not in names:
-        return "it has no .metadata, which torch.distributed.checkpoint writes last"
-    for name in sorted(names):
-        path = os.path.join(folder, name)
-        problem = find_problem(path)
-        if not problem and name.endswith(".index.json"):
-            problem = _find_missing_shard(path, names)
-        if problem:
-            return f"{name}: {problem}"
-    return ""
-
-
-def _find_missing_shard(index: str, names: set[str]) -> str:
-    with open(index, encoding="utf-8") as file:
-        missing = sorted(set(json.load(file)["weight_map"].values()) - names)
-    return f"{len(missing)} of its files are missing, such as {missing[0]}" if missing else ""
-
-
-def _find_file_problem(path: str) -> str:
-    if path.endswith(".safetensors"):
-        return _find_safetensors_problem(path)
-    # torch.save writes a zip archive, whose directory of entries comes last.
-    if path.endswith((".pt", ".pth", ".ckpt", ".bin")):
-        return "" if zipfile.is_zipfile(path) or _is_legacy_pickle(path) else "it ends too early"
-    if path.endswith(".json"):
-        with open(path, encoding="utf-8") as file:
-            json.load(file)
-        return ""
-    return "it ends too early" if _begins_as_zip(path) and not zipfile.is_zipfile(path) else ""
-
-
-def _begins_as_zip(path: str) -> bool:
-    """Return whether torch.save, or numpy.savez, has begun the file, under a name of any kind."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _find_safetensors_problem(path: str) -> str:
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_bytes > size - 8:
-            return "it ends within its header"
-        header = json.loads(file.read(header_bytes))
-    end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    return "" if size >= 8 + header_bytes + end else f"it has {size} of {8 + header_bytes + end} bytes"
-
-
-def _is_legacy_pickle(path: str) -> bool:
-    """Return whether the file is a pickle, as torch.save before 1.6 wrote, with its last byte."""
-    with open(path, "rb") as file:
-        begin = file.read(2)
-        if os.path.getsize(path) < 3 or begin[:1] != b"\x80":
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"."
 
 
 def list_numbered(folder: str, pattern: str) -> list[str]:

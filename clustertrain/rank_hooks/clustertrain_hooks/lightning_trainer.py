@@ -76,15 +76,20 @@ def _remove_older(folder: str, newest: str) -> None:
             shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
 
-def _in_run(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_run(method: Callable[..., Any], on_failure: Callable[..., object] | None = None) -> Callable[..., Any]:
     """Call ``method`` with the progress of this process during a training in a run, and do nothing otherwise."""
-    guarded_method = guarded(method)
+    guarded_method = guarded(method, on_failure=on_failure)
 
     @functools.wraps(method)
     def call(self: FitReports, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return None if self._progress is None else guarded_method(self, self._progress, trainer)
 
     return call
+
+
+def _in_run_to_stop(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Do so with a method without which the Trainer cannot stop at a step: the agent has to send its signal."""
+    return _in_run(method, on_failure=lambda self, *args: self._stop.give_up())
 
 
 class FitReports:
@@ -165,7 +170,7 @@ class FitReports:
             reason = "stop" if os.path.dirname(path) == _stop_folder(progress) else "interval"
             progress.record_checkpoint(path, time.monotonic() - began, reason, self._training)
 
-    @_in_run
+    @_in_run_to_stop
     def on_train_start(self, progress: Progress, trainer: Any) -> None:
         progress.framework = FRAMEWORK
         if self._resumed_from and trainer.global_step:
@@ -186,7 +191,7 @@ class FitReports:
             # What Lightning itself raises to end a training at SIGTERM.
             raise importlib.import_module(f"{self.package}.utilities.exceptions").SIGTERMException
 
-    @_in_run
+    @_in_run_to_stop
     def _end_step(self, progress: Progress, trainer: Any) -> bool:
         step = trainer.global_step
         if step == progress.step:  # gradients are accumulated

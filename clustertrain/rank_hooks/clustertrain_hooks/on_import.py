@@ -40,7 +40,7 @@ class _Finder:
             exec_module(module)
             if module.__name__ == name and name in self._functions:
                 del self._functions[name]
-                guarded(_call)(function, module)
+                guarded(_call, hook=function)(function, module)
 
         loader.exec_module = exec_and_call
 

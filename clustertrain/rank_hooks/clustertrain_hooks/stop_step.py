@@ -19,6 +19,7 @@ from .rank import Rank
 
 EXIT_STOPPED = 75  # as in clustertrain.errors: run me again
 _POLL_S = 0.01
+_has_waited = False  # whether SIGTERM came, and an offer kept it from ending this process
 
 
 class StopStep:
@@ -58,6 +59,16 @@ class StopStep:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is _wait_for_step:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def give_up(self) -> None:
+        """Take the offer back in the middle of a training: the signal has to end the process.
+
+        One that has come in the meantime, which the agent does not repeat, is sent again.
+        """
+        is_ignored = _has_waited and signal.getsignal(signal.SIGTERM) is _wait_for_step
+        self.withdraw()
+        if is_ignored:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def _offer_name(self) -> str:
@@ -102,4 +113,6 @@ class StopStep:
 
 
 def _wait_for_step(number: int, frame: object) -> None:
-    """Do nothing: the agreed step ends the training."""
+    """End nothing: the agreed step ends the training."""
+    global _has_waited  # noqa: PLW0603
+    _has_waited = True

@@ -27,7 +27,7 @@ def install(module: ModuleType) -> None:
     original = manager_class.save
     if hasattr(original, "can_stop"):  # the one module imports the class from the other
         return
-    is_stop_due = guarded(_is_stop_due)
+    is_stop_due = guarded(_is_stop_due, on_failure=_give_up)
 
     @functools.wraps(original)
     def save(self: Any, curr_step: int, last_step: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -43,6 +43,11 @@ def install(module: ModuleType) -> None:
 
     save.can_stop = True  # type: ignore[attr-defined]
     manager_class.save = save
+
+
+def _give_up(manager: Any) -> None:
+    if _stop is not None:
+        _stop.give_up()
 
 
 def _is_stop_due(manager: Any) -> bool:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Callable
 
 from . import checkpoints, heartbeat
+from .checkpoint_checks import find_problem
 from .guard import guarded
 from .progress import Progress, get_progress
 from .rank import Rank
@@ -58,7 +59,7 @@ def _choose_checkpoint(trainer: Any, progress: Progress, training: str, requeste
     rank = progress.rank
     if requested is True:  # the newest one, whoever wrote it
         numbered = checkpoints.list_numbered(trainer.args.output_dir, _CHECKPOINT)
-        return checkpoints.choose(rank, training, lambda: numbered, _find_problem)
+        return checkpoints.choose(rank, training, lambda: numbered, lambda c: _find_problem(c, rank.world_size))
     return _choose_saved(rank, training)
 
 
@@ -66,33 +67,39 @@ def _choose_saved(rank: Rank, training: str) -> str | None:
     """Return the newest checkpoint of this training in the run from which it can continue; None without one."""
     if rank.attempt == 1:
         return None
-    return checkpoints.choose(rank, training, lambda: checkpoints.list_saved(rank, training), _find_resume_problem)
+    saved = functools.partial(checkpoints.list_saved, rank, training)
+    return checkpoints.choose(rank, training, saved, lambda c: _find_resume_problem(c, rank.world_size))
 
 
-def _find_problem(folder: str) -> str:
+def _find_problem(folder: str, ranks: int) -> str:
     """Return why the Trainer cannot load ``folder``; empty if it can."""
     if not os.path.exists(os.path.join(folder, "trainer_state.json")):
         return "it has no trainer_state.json, which the Trainer writes last"
-    return checkpoints.find_problem(folder)
+    return find_problem(folder, ranks)
 
 
-def _find_resume_problem(folder: str) -> str:
+def _find_resume_problem(folder: str, ranks: int) -> str:
     """Return why training cannot continue from ``folder`` as if there had been no stop; empty if it can."""
-    problem = _find_problem(folder)
+    problem = _find_problem(folder, ranks)
     if not problem and not any(re.match(r"optimizer|global_step\d+", name) for name in os.listdir(folder)):
         return "it has no state of the optimizer (save_only_model)"
     return problem
 
 
-def _in_run(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_run(method: Callable[..., Any], on_failure: Callable[..., object] | None = None) -> Callable[..., Any]:
     """Call ``method`` with the progress of this process during a training in a run, and do nothing otherwise."""
-    guarded_method = guarded(method)
+    guarded_method = guarded(method, on_failure=on_failure)
 
     @functools.wraps(method)
     def call(self: TrainReports, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         return None if self._progress is None else guarded_method(self, self._progress, args, state, control, **kwargs)
 
     return call
+
+
+def _in_run_to_stop(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Do so with a method without which the Trainer cannot stop at a step: the agent has to send its signal."""
+    return _in_run(method, on_failure=lambda self, *args, **kwargs: self._stop.give_up())
 
 
 class TrainReports:
@@ -142,7 +149,7 @@ class TrainReports:
         self.is_ready = False
         self._begin(args, state, control)
 
-    @_in_run
+    @_in_run_to_stop
     def _begin(self, progress: Progress, args: Any, state: Any, control: Any) -> None:
         progress.framework = FRAMEWORK
         if self._resumed_from and state.global_step:
@@ -151,7 +158,7 @@ class TrainReports:
         self._stop.offer(FRAMEWORK)
         progress.begin()
 
-    @_in_run
+    @_in_run_to_stop
     def on_step_end(self, progress: Progress, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         progress.end_step(state.global_step)
         if self._stop.is_reached(state.global_step):

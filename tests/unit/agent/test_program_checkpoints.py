@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def test_newest_whole_checkpoint_of_the_run_is_chosen(
     chosen, second = begin(run, out, 2)
     assert chosen == older
     printed = capfd.readouterr().err
-    assert f"{out}/newest.pt is passed over: it ends too early" in printed and "empty.pt is passed over" in printed
+    assert f"skipping checkpoint {out}/newest.pt: it ends too early" in printed
+    assert f"skipping checkpoint {out}/empty.pt: it is empty" in printed
     second.end()
     assert made_progress(run) == [True, False]
     save(out / "of-another-run.pt", 500.0)  # overwritten by this one
@@ -84,7 +86,7 @@ def test_checkpoints_are_found_while_the_command_runs(run: RunDir, out: Path, mo
     first.end()
     assert made_progress(run) == [False]  # .metadata comes last
     _, second = begin(run, out, 2, "{run_dir}/step-*")
-    (folder / ".metadata").write_bytes(b"1")
+    (folder / ".metadata").write_bytes(pickle.dumps("__0_0.distcp"))
     log = run.attempt(2).events_path("checkpoints")
     assert clock.wait_until(lambda: len(log.read_text().splitlines()) == 2, 30.0)
     second.end()

@@ -1,11 +1,9 @@
-"""Which checkpoints of other frameworks count as whole, and which one all ranks continue from."""
+"""Which checkpoints of other frameworks a run has saved, and which one all ranks continue from."""
 
 from __future__ import annotations
 
 import json
-import os
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,70 +11,12 @@ import pytest
 from clustertrain.rank_hooks.clustertrain_hooks import checkpoints, transformers_trainer
 from clustertrain.rank_hooks.clustertrain_hooks.guard import guarded
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
-
-
-def write_safetensors(path: Path, size: int = 64) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-
-
-def write_torch(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02.")
-        archive.writestr("archive/data/0", bytes(4096))
-
-
-def cut(path: Path, count: int) -> None:
-    os.truncate(path, path.stat().st_size - count)
+from tests.unit.rank_hooks.checkpoint_files import cut, write_safetensors, write_trainer_checkpoint
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint as transformers writes it."""
-    path = tmp_path / "checkpoint-7"
-    path.mkdir()
-    write_safetensors(path / "model-00001-of-00002.safetensors")
-    write_safetensors(path / "model-00002-of-00002.safetensors")
-    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    write_torch(path / "optimizer.pt")
-    (path / "trainer_state.json").write_text('{"global_step": 7}')
-    (path / "pytorch_model_fsdp_0").mkdir()
-    (path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(b"shard")
-    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"metadata")
-    return path
-
-
-def test_whole_checkpoint_has_no_problem(folder: Path) -> None:
-    assert checkpoints.find_problem(str(folder)) == ""
-    assert checkpoints.find_problem(str(folder / "optimizer.pt")) == ""
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda f: cut(f / "model-00001-of-00002.safetensors", 1), "model-00001-of-00002.safetensors: it has"),
-        (lambda f: os.truncate(f / "model-00001-of-00002.safetensors", 12), "it ends within its header"),
-        (lambda f: os.truncate(f / "model-00001-of-00002.safetensors", 0), "it ends within its header"),
-        (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "1 of its files are missing, such as model"),
-        (lambda f: cut(f / "optimizer.pt", 30), "optimizer.pt: it ends too early"),
-        (lambda f: os.truncate(f / "optimizer.pt", 0), "optimizer.pt: it ends too early"),
-        (lambda f: (f / "trainer_state.json").write_text('{"global_step"'), "trainer_state.json: JSONDecodeError"),
-        (lambda f: (f / "checkpoint-is-incomplete.txt").touch(), "its save was interrupted"),
-        (lambda f: (f / "pytorch_model_fsdp_0" / ".metadata").unlink(), "it has no .metadata"),
-    ],
-)  # fmt: skip
-def test_damage_is_found(folder: Path, damage: object, problem: str) -> None:
-    damage(folder)  # type: ignore[operator]
-    assert problem in checkpoints.find_problem(str(folder))
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80", b"\xff" * 100], ids=["empty", "cut", "noise"])
-def test_file_that_is_no_checkpoint_is_not_whole(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "last.ckpt"
-    path.write_bytes(content)
-    assert checkpoints.find_problem(str(path))
-    assert checkpoints.find_problem(str(tmp_path / "missing"))
+    return write_trainer_checkpoint(tmp_path / "checkpoint-7")
 
 
 def test_newest_whole_one_is_chosen_for_all_ranks(
@@ -105,7 +45,7 @@ def test_newest_whole_one_is_chosen_for_all_ranks(
     choose(ranks[0])
     follower.join(30)
     assert chosen == {0: str(folder), 1: str(folder)}
-    assert f"{newer} is passed over" in capsys.readouterr().out
+    assert f"skipping checkpoint {newer}: it has neither trainer_state.json nor" in capsys.readouterr().out
 
 
 def test_error_of_rank_0_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
@@ -126,17 +66,17 @@ def test_rank_0_that_chooses_nothing_ends_the_others(tmp_path: Path, monkeypatch
 
 
 def test_trainer_resumes_only_from_what_it_can_continue(folder: Path) -> None:
-    assert transformers_trainer._find_resume_problem(str(folder)) == ""
+    assert transformers_trainer._find_resume_problem(str(folder), 1) == ""
     (folder / "optimizer.pt").unlink()
-    assert "no state of the optimizer (save_only_model)" in transformers_trainer._find_resume_problem(str(folder))
+    assert "no state of the optimizer (save_only_model)" in transformers_trainer._find_resume_problem(str(folder), 1)
     assert (
-        transformers_trainer._find_problem(str(folder)) == ""
+        transformers_trainer._find_problem(str(folder), 1) == ""
     )  # with resume_from_checkpoint=True the user asks for it
     (folder / "global_step7").mkdir()  # of deepspeed
     (folder / "global_step7" / "mp_rank_00_model_states.pt").write_bytes(b"\x80\x02.")
-    assert transformers_trainer._find_resume_problem(str(folder)) == ""
+    assert transformers_trainer._find_resume_problem(str(folder), 1) == ""
     (folder / "trainer_state.json").unlink()
-    assert "no trainer_state.json" in transformers_trainer._find_resume_problem(str(folder))
+    assert "no trainer_state.json" in transformers_trainer._find_resume_problem(str(folder), 1)
 
 
 def test_only_what_this_training_saved_is_listed(tmp_path: Path) -> None:

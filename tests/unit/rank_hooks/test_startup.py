@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +21,7 @@ HOOKS = ROOT / "clustertrain" / "rank_hooks"
 
 
 def run_python(
-    program: str, folder: Path, *, in_run: bool = True, python_path: tuple[Path, ...] = ()
+    program: str, folder: Path, *, in_run: bool = True, python_path: tuple[Path, ...] = (), check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with the hooks on its path."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "PYTHON"))}
@@ -27,7 +30,7 @@ def run_python(
         env |= {"RANK": "0", "WORLD_SIZE": "1", "CLUSTERTRAIN_ATTEMPT": "1"}
         env |= {"CLUSTERTRAIN_RUN_DIR": str(folder), "CLUSTERTRAIN_RANK_DIR": str(folder)}
     return subprocess.run(
-        [sys.executable, "-c", program], env=env, cwd=folder, text=True, capture_output=True, check=True, timeout=120
+        [sys.executable, "-c", program], env=env, cwd=folder, text=True, capture_output=True, check=check, timeout=120
     )
 
 
@@ -90,29 +93,84 @@ def test_module_is_hooked_at_the_import_that_succeeds(tmp_path: Path) -> None:
     assert run_python(program, tmp_path, python_path=(tmp_path,)).stdout.split() == ["1"]
 
 
+def write_transformers(folder: Path, trainer: str) -> None:
+    """Write a package that stands for another version of transformers."""
+    (folder / "transformers").mkdir()
+    (folder / "transformers" / "__init__.py").write_text("__version__ = '9.8.7'")
+    (folder / "transformers" / "trainer.py").write_text(trainer)
+
+
+HANDLER = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
 def test_framework_without_the_hooked_function_is_named_once(tmp_path: Path) -> None:
-    package = tmp_path / "transformers"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "trainer.py").write_text("class Trainer: pass")
-    done = run_python("import transformers.trainer; print('goes on')", tmp_path, python_path=(tmp_path,))
-    assert done.stdout == "goes on\n"
-    assert done.stderr.count("clustertrain: hook") == 1
-    assert "AttributeError" in done.stderr
-    assert "Traceback" not in done.stderr
+    write_transformers(tmp_path, "class Trainer: pass")
+    done = run_python("import transformers.trainer" + HANDLER, tmp_path, python_path=(tmp_path,))
+    assert done.stdout == "handled\n"
+    assert re.fullmatch(
+        r"clustertrain: the hooks for transformers 9\.8\.7 do not work \(AttributeError: module 'transformers.trainer' "
+        r"has no attribute 'TrainerCallback', transformers_trainer\.py, line \d+\): the Trainer neither stops at an "
+        r"agreed step nor resumes by itself; signals still work\n",
+        done.stderr,
+    )
+
+
+# Its state has no global_step after a step.
+TRAINER = """
+import os, signal, types
+class TrainerCallback: pass
+class Trainer:
+    def __init__(self):
+        self.callbacks = self.callback_handler = types.SimpleNamespace(callbacks=[])
+    def add_callback(self, callback):
+        self.callbacks.callbacks.append(callback)
+    def train(self, resume_from_checkpoint=None):
+        state, control = types.SimpleNamespace(global_step=0), types.SimpleNamespace(should_evaluate=0, should_save=0)
+        for callback in self.callbacks.callbacks:
+            callback.on_train_begin(None, state, control)
+        offer = os.path.join(os.environ["CLUSTERTRAIN_RANK_DIR"], "stops-0.json")
+        print(os.path.exists(offer), flush=True)
+        if BEFORE:
+            os.kill(os.getpid(), signal.SIGTERM)
+        del state.global_step
+        for _ in range(2):
+            for callback in self.callbacks.callbacks:
+                callback.on_step_end(None, state, control)
+        print(os.path.exists(offer), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["signal before the failure", "signal after it"])
+def test_hook_that_fails_during_a_training_leaves_the_stop_to_the_signal(tmp_path: Path, before: bool) -> None:
+    """The rank had offered to stop at a step, and ignored the scheduler's SIGTERM until then."""
+    write_transformers(tmp_path, TRAINER.replace("BEFORE", str(before)))
+    (tmp_path / "attempts" / "1" / "events").mkdir(parents=True)
+    program = "import transformers.trainer as t; t.Trainer().train(); print('not stopped')"
+    done = run_python(program, tmp_path, python_path=(tmp_path,), check=False)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.stdout.split() == (["True"] if before else ["True", "False"])
+    assert done.stderr.count("the hooks for transformers 9.8.7 do not work") == 1
+    assert not (tmp_path / "stops-0.json").exists()
 
 
 def test_failing_hook_is_called_once(capsys: pytest.CaptureFixture[str]) -> None:
-    calls = []
+    calls, failures = [], []
 
-    @guarded
-    def fail() -> None:
-        calls.append(1)
+    @functools.partial(guarded, on_failure=failures.append)
+    def fail(number: int) -> None:
+        calls.append(number)
         raise KeyError("step")
 
-    assert fail() is fail() is None
-    assert calls == [1]
-    assert capsys.readouterr().err.count("KeyError: 'step'") == 1
+    assert fail(1) is fail(2) is None
+    assert (calls, failures) == ([1], [1])
+    printed = capsys.readouterr().err
+    assert printed.count("hook fail does not work (KeyError: 'step'") == 1
+    assert "the program continues; signals still work" in printed
 
 
 def test_interrupt_of_a_hook_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,15 @@ def test_plain_script_runs_with_the_python_of_the_shell(
     assert chosen.note == f"train.py does not use clustertrain, so it runs as a command: {chosen.ranks.path} train.py"
 
 
+def test_script_that_cannot_be_parsed_is_noted(tmp_path: Path) -> None:
+    """It may be valid for the Python of the ranks."""
+    make_python(tmp_path / "shell" / "python", TRAINER)
+    fault = f"{tmp_path / 'train.py'}, line 1 is not valid for Python"
+    plain = choose(tmp_path, script="print 'started'\n")
+    assert plain.note.startswith("train.py does not use clustertrain: ") and f"; {fault}" in plain.note
+    assert choose(tmp_path, script="print 'started'; import clustertrain\n").note.startswith(fault)
+
+
 def test_named_python_runs_ranks_and_agents(tmp_path: Path) -> None:
     python = make_python(tmp_path / "env" / "bin" / "python", TRAINER)
     make_python(tmp_path / "shell" / "python3.12", TRAINER)
