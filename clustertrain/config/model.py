@@ -263,10 +263,18 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             vectors |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), self.head_size)
         return vectors
 
+    def block_vector_elements(self) -> int:
+        """Return the number of elements of all norms and biases of one layer.
+
+        The estimates count them as replicated: tensor parallelism splits only the biases, which are some kilobytes.
+        """
+        biases = (self.attention_dim + 2 * self.kv_dim) * self.qkv_bias
+        return 2 * self.dim + biases + 2 * self.head_size * self.qk_norm
+
     def block_parameters(self) -> int:
         """Return the number of parameters of one layer: attention, feed-forward, norms and biases."""
         attention = 2 * self.dim * (self.attention_dim + self.kv_dim)
-        return attention + 3 * self.dim * self.hidden + sum(self.block_vectors().values())
+        return attention + 3 * self.dim * self.hidden + self.block_vector_elements()
 
     def parameters(self) -> int:
         """Return the number of parameters of the built-in model, counted from the shapes."""

@@ -162,6 +162,7 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     output (on the CPU also a contiguous copy); gate, up, their activation and product, or without a gate the input and
     output of the activation; the softmax statistics, or the scores of plain attention; with dropout the masks of both
     branches. On GPUs our 16-bit attention also keeps a contiguous copy, and in fp32 keys have as many heads as queries.
+    Norms of queries and keys keep their inputs.
 
     Tensor parallelism divides the tensors inside attention and feed-forward, with sequence parallelism also norms and
     masks. The inputs of the linear layers stay whole: torch keeps the gathered tensor, while Megatron gathers it again
@@ -171,7 +172,9 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     cpu = config.device == "cpu"
     dtype_bytes, tp = config.compute_bytes, layout.tp
     sp_degree = tp if layout.sequence_parallel else 1
-    norm = 2 * 4 * model.dim if cpu or framework.plain_norms else config.residual_bytes * model.dim
+    norm_input = 2 * 4 if cpu or framework.plain_norms else config.residual_bytes  # bytes per element
+    norm = norm_input * model.dim
+    head_norms = norm_input * (model.attention_dim + model.kv_dim) * model.qk_norm
     mask = model.dim * (dtype_bytes if cpu else 1) if model.dropout else 0
     linear_inputs = (5 if config.autocast else 2) * model.dim / (sp_degree if framework.regathers else 1)
     is_gathered = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
@@ -186,7 +189,8 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
         config.seq_len / config.micro_batch if is_gathered else 0
     )
     statistics = 4 * (model.heads / tp + 2 / sp_degree) + _score_bytes(model, config, framework) / tp
-    return 2 * (norm + mask) / sp_degree + dtype_bytes * (linear_inputs + sharded_elements) + statistics
+    kept = dtype_bytes * (linear_inputs + sharded_elements) + statistics
+    return 2 * (norm + mask) / sp_degree + head_norms / tp + kept
 
 
 def _feed_forward_elements(model: DecoderShape, framework: Framework) -> float:

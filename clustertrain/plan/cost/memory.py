@@ -15,7 +15,7 @@ import msgspec
 from clustertrain.plan.cost import trainer_memory
 from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes, peak_memory_stages
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
-from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices, vector_elements
+from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
 from clustertrain.plan.cost.trainer_memory import LowerBounds, Moment, PassCache
 from clustertrain.plan.layout import Layout
 
@@ -173,7 +173,7 @@ def _state_bytes(
 
 def _block_parameters(model: DecoderShape, tp: int) -> int:
     """Return the parameters of one block on one rank; tp divides the matrices and replicates the vectors."""
-    return block_matrices(model) // tp + vector_elements(model)
+    return block_matrices(model) // tp + model.block_vector_elements()
 
 
 def _end_parameters(model: DecoderShape, layout: Layout, stage: RankStage) -> int:

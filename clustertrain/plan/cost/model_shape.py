@@ -30,11 +30,14 @@ class DecoderShape(Protocol):
     @property
     def gated(self) -> bool: ...
     @property
+    def qk_norm(self) -> bool: ...
+    @property
     def tie_embeddings(self) -> bool: ...
     @property
     def dropout(self) -> float: ...
     def block_parameters(self) -> int: ...
     def block_vectors(self) -> Mapping[str, int]: ...
+    def block_vector_elements(self) -> int: ...
     def parameters(self) -> int: ...
 
 
@@ -49,6 +52,7 @@ class DecoderSizes:
     kv_heads: int
     hidden: int
     gated: bool = True
+    qk_norm: bool = False
     tie_embeddings: bool = False
     dropout: float = 0.0
 
@@ -62,6 +66,9 @@ class DecoderSizes:
 
     def block_vectors(self) -> Mapping[str, int]:
         return {"attention_norm": self.dim, "ffn_norm": self.dim}
+
+    def block_vector_elements(self) -> int:
+        return 2 * self.dim
 
     @cached_property
     def _block_params(self) -> int:
@@ -101,15 +108,7 @@ def matmul_parameters(model: DecoderShape) -> int:
 
 def block_matrices(model: DecoderShape) -> int:
     """Return the number of parameters in the matrices of a block."""
-    return model.block_parameters() - vector_elements(model)
-
-
-def vector_elements(model: DecoderShape) -> int:
-    """Return the number of parameters in the norms and biases of a block, which the estimates count as replicated.
-
-    Tensor parallelism splits biases, which are a few kilobytes.
-    """
-    return sum(model.block_vectors().values())
+    return model.block_parameters() - model.block_vector_elements()
 
 
 def attention_flops(model: DecoderShape, seq_len: int, *, causal: bool) -> float:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.plan.cost.activations import PassConfig, RankStage
 from clustertrain.plan.cost.frameworks import Framework
-from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices, vector_elements
+from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner, temporary_bytes
 from clustertrain.plan.cost.pass_memory import FP32, PassBytes, PassCache, count_passes
 from clustertrain.plan.layout import Layout
@@ -105,7 +105,7 @@ class _Step:
         self.model, self.layout, self.config, self.stage, self.framework, self.passes = rank
         self.is_recomputed = layout.activation_checkpointing != "none"
         self.matrices = block_matrices(model) // layout.tp  # elements of a block
-        self.block = self.matrices + vector_elements(model)
+        self.block = self.matrices + model.block_vector_elements()
         self.table = model.vocab_size * model.dim // layout.tp  # elements of an embedding or a head
         self.is_tied = model.tie_embeddings and stage.embedding and stage.head and layout.pp == 1
         tables = stage.embedding + stage.head - self.is_tied

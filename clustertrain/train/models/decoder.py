@@ -89,8 +89,11 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         cos, sin = self.table.get(length, x.device, self.core.first_position(length))
         # -1: tensor parallelism splits the heads, so this rank's projections may have fewer.
-        q = rotate(self.q_norm(self.q(x).view(batch, length, -1, self.head_dim)).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(self.k(x).view(batch, length, -1, self.head_dim)).transpose(1, 2), cos, sin)
+        q = self.q(x).view(batch, length, -1, self.head_dim)
+        k = self.k(x).view(batch, length, -1, self.head_dim)
+        # Autocast computes norms in fp32, which attention does not need.
+        q = rotate(self.q_norm(q).type_as(q).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(k).type_as(k).transpose(1, 2), cos, sin)
         v = self.v(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         y: torch.Tensor = self.core(q, k, v)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))

@@ -158,3 +158,8 @@ def test_decoder_of_no_family_is_refused() -> None:
     spec = msgspec.structs.replace(ModelSpec(), qk_norm=True, qkv_bias=True)
     with pytest.raises(ConfigError, match=r"model\.qkv_bias = True, model\.qk_norm = True"):
         families.find_family(spec)
+
+
+def test_elements_of_vectors_are_those_of_the_shapes() -> None:
+    spec = msgspec.structs.replace(ModelSpec(), qkv_bias=True, qk_norm=True, head_dim=48)
+    assert spec.block_vector_elements() == sum(spec.block_vectors().values())
