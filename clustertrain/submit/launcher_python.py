@@ -24,7 +24,7 @@ def name_python(word: str) -> str:
 def find_python(request: SubmitRequest, word: str) -> str:
     """Return the Python that the launcher ``word`` of this machine uses.
 
-    It is the one beside the launcher, otherwise the one in its first line, as in ``~/.local/bin/torchrun``.
+    It is the one in the launcher's first line, otherwise the one beside it. ``python`` if a shell would find the same.
 
     Raises:
         UsageError: the launcher does not exist, or does not say which Python it uses.
@@ -36,17 +36,18 @@ def find_python(request: SubmitRequest, word: str) -> str:
         path = request.cwd / word
         if not is_file(path):
             raise UsageError(f"{word}: no such file", fix="name the launcher by its path from this folder")
-        if is_file(path.with_name("python")):
-            return name_python(word)
     else:
         found = shutil.which(word, path=search_path)
         if found is None:
             return "python"
         path = Path(found)
-        if is_file(path.with_name("python")):
-            own = shutil.which("python", path=search_path)
-            return "python" if own and Path(own).parent == path.parent else str(path.with_name("python"))
-    python = _read_interpreter(path)
+    python, beside = _read_interpreter(path), path.with_name("python")
+    is_elsewhere = python and Path(python).parent != path.parent  # as that of ~/.local/bin/torchrun
+    if is_file(beside) and not (is_elsewhere and "/" in python):
+        if "/" in word:
+            return name_python(word)
+        own = shutil.which("python", path=search_path)
+        return "python" if own and Path(own).parent == path.parent else str(beside)
     if not python:
         raise UsageError(
             f"{word}: there is no python beside it, and its first line names none",

@@ -73,8 +73,7 @@ def replace_launcher(request: SubmitRequest) -> Translation:
         env={**launch.env, **request.env},
         local_rank_index=None if index is None else place.index + index,
     )
-    note = f"{name} is replaced by clustertrain's own launch; each rank runs {shlex.join(launch.command[:4])}"
-    note += " …" if len(launch.command) > 4 else ""
+    note = f"{name} is replaced by clustertrain's own launch"
     return Translation(translated, (note, *_note_python_options(name, inner), *launch.notes, *size_notes))
 
 

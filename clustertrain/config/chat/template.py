@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
@@ -43,7 +43,7 @@ _GENERATION_FIX = (
 class _Generation(Extension):
     """The block ``{% generation %}``, which marks what the assistant writes."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as in the base class
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

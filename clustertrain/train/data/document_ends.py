@@ -54,4 +54,5 @@ def _read_megatron_ends(path: Path, dtype: TokenDtype) -> EndsArray:
             f"{path}: the document indices do not ascend from 0 to the {sequences} sequences",
             fix="preprocess the data again",
         )
-    return sequence_ends[firsts[1:]]
+    ends: EndsArray = sequence_ends[firsts[1:]]
+    return ends

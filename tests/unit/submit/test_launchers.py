@@ -78,7 +78,7 @@ def test_options_without_effect_are_noted(tmp_path: Path) -> None:
         tmp_path, "torchrun --max-restarts 3 --role=r --log-dir d --tee 3 --rdzv-id 1 --standalone train.py"
     ).notes
     assert notes == (
-        "torchrun is replaced by clustertrain's own launch; each rank runs python train.py",
+        "torchrun is replaced by clustertrain's own launch",
         f"torchrun --max-restarts: {restarts}",
         "torchrun --role: no effect",
         "torchrun --log-dir, --tee: no effect; each rank has a log (clustertrain logs)",
@@ -96,7 +96,7 @@ def test_trl_is_the_accelerate_launch_that_it_calls(tmp_path: Path) -> None:
     translation = translate(tmp_path, "trl sft --x", cluster="site")
     assert translation.request.command == (f"{tmp_path}/bin/python", "/env/trl/scripts/sft.py", "--x")
     assert translation.request.job["gpus"] == 8
-    assert "trl is replaced by clustertrain's own launch; each rank runs" in translation.notes[0]
+    assert translation.notes[0] == "trl is replaced by clustertrain's own launch"
     answer(tmp_path, processes=4)
     with pytest.raises(UsageError, match="--gpus 8 contradicts trl sft: 4 processes on 1 node"):
         translate(tmp_path, "trl sft --x", gpus=8)
@@ -117,6 +117,12 @@ def test_python_of_a_launcher_is_the_one_in_its_first_line(line: str, python: st
     assert translated.command == (python.format(folder=tmp_path), "train.py")
     (tmp_path / "bin").symlink_to("local")  # found in PATH
     assert translate(tmp_path, "torchrun train.py").request.command == translated.command
+    (tmp_path / "local" / "python").touch()  # of another environment
+    is_named = "/" in python
+    beside = str(tmp_path / "local" / "python")
+    assert translate(tmp_path, f"{launcher} train.py").request.command[0] == (
+        translated.command[0] if is_named else beside
+    )
 
 
 def test_launcher_without_a_python_is_named_as_typed(tmp_path: Path) -> None:
