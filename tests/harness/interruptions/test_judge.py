@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from clustertrain import fsio
+from tests.harness.interruptions.__main__ import RESULTS
 from tests.harness.interruptions.judge import Verdict, judge
 from tests.harness.interruptions.lane import draw_lane
 from tests.harness.interruptions.programs import EVERY, PROGRAMS, TOTAL
 from tests.harness.interruptions.steps import Steps, read_steps
 from tests.harness.interruptions.table import MOST_LOST, find_faults, format_table, to_row
+from tests.paths import ROOT
 
 PROGRAM = PROGRAMS["DDP with a handler"]
 REFERENCE = [{step: f"{rank}.{step}" for step in range(1, 101)} for rank in (0, 1)]
@@ -81,3 +84,8 @@ def test_table_counts_by_program_system_and_kind() -> None:
         to_row(lane, 1, verdict("preemption", part(1, 59), part(41, 60), needed_hand=True)),
     ]
     assert "| DDP with a handler | alone | preemption | 2 | 1 | 9.5 (19) | 0 | 1 |" in format_table(rows)
+
+
+def test_page_has_the_table_of_the_stored_results() -> None:
+    page = (ROOT / "docs" / "reference" / "interruptions.md").read_text()
+    assert format_table(fsio.read_json(RESULTS) or []) in page
