@@ -42,6 +42,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     path = [str(folder), *filter(None, [variables.get("PYTHONPATH")])]
     variables |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), variables["PATH"]))
     return variables | {"HF_HOME": str(tmp_path_factory.mktemp("huggingface")), "TOKENIZERS_PARALLELISM": "false"}
 
 
