@@ -73,7 +73,8 @@ def test_script_that_cannot_be_parsed_is_noted(tmp_path: Path) -> None:
     make_python(tmp_path / "shell" / "python", TRAINER)
     fault = f"{tmp_path / 'train.py'}, line 1 is not valid for Python"
     plain = choose(tmp_path, script="print 'started'\n")
-    assert plain.note.startswith("train.py does not use clustertrain, so it runs as a command: ") and f"; {fault}" in plain.note
+    assert plain.note.startswith("train.py does not use clustertrain, so it runs as a command: ")
+    assert f"; {fault}" in plain.note
     assert choose(tmp_path, script="print 'started'; import clustertrain\n").note.startswith(fault)
 
 
