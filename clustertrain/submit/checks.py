@@ -260,7 +260,7 @@ def check_data(prepared: PreparedRun) -> Notes:
 
 
 def check_pretrained(prepared: PreparedRun) -> Notes:
-    """Refuse weights in ``model.init`` that are missing, damaged or another model's; note what they are."""
+    """Refuse weights in model.init that are missing, damaged or another model's; note what they are."""
     if not prepared.spec.recipe.model.init:
         return None
     from clustertrain.submit.preflight import pretrained  # not at the top: most runs start from random weights
