@@ -87,6 +87,7 @@ def _interrupt(
     rng = random.Random(f"{lane.seed} {number}")
     step = 1 if kind == "time limit" else step
     if not clock.wait_until(lambda: _last_step(subject) >= step, RESUME_TIMEOUT_S, 0.05):
+        subject.dump_stacks()
         raise TrainingEnded(f"{lane}: did not reach step {step} before interruption {number}")
     before = _count(subject)
     node = ""
@@ -111,6 +112,7 @@ def _interrupt(
 
     try:
         if not clock.wait_until(has_resumed, RESUME_TIMEOUT_S, POLL_S):
+            subject.dump_stacks()
             raise TrainingEnded(f"{lane}: did not resume after interruption {number} ({kind})")
     finally:
         if node:

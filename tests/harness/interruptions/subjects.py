@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.harness.interruptions.steps import Steps, read_steps
 
 _ONE_NODE, _TWO_NODES = ("--nodes", "1", "--gpus", str(RANKS)), ("--nodes", str(RANKS), "--gpus", "1")
 END_TIMEOUT_S = 120.0
+_ENVIRON = {"PYTHONFAULTHANDLER": "1"}  # for dump_stacks
 
 
 class TrainingEnded(Exception):
@@ -54,6 +56,9 @@ class Subject(Protocol):
     def requeue(self) -> None:
         """Ask for a requeue as the training's user does."""
 
+    def dump_stacks(self) -> None:
+        """Have the ranks and their data loaders' workers print the stacks of their threads, which ends them."""
+
     def cancel(self) -> None: ...
 
 
@@ -68,7 +73,7 @@ class ClustertrainRun:
         self._on_slurm = on_slurm
         script = program.write(folder, alone=False, pace=pace)
         env = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN_")}
-        env["CLUSTERTRAIN_HOME"] = str(folder / "home")
+        env |= {"CLUSTERTRAIN_HOME": str(folder / "home"), **_ENVIRON}
         options = [
             *(_TWO_NODES if on_slurm else _ONE_NODE),
             "--cpus-per-gpu",
@@ -111,6 +116,9 @@ class ClustertrainRun:
             except ClusterTrainError as e:
                 raise TrainingEnded(str(e)) from e
 
+    def dump_stacks(self) -> None:
+        _dump_stacks(self._out)
+
     def cancel(self) -> None:
         self.run.cancel_if_active()
         if self._on_slurm:
@@ -140,6 +148,7 @@ class BatchScript:
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "logs=$PWD/attempt-$(ls -d attempt-* 2>/dev/null | wc -l)",  # its folder is the working directory
             'mkdir "$logs"',
+            *(f"export {name}={value}" for name, value in _ENVIRON.items()),
             f'srun --output="$logs/task-%t.log" {launcher} {shlex.join(command)}',
         ]
         self._script = folder / "job.sh"
@@ -177,9 +186,19 @@ class BatchScript:
     def requeue(self) -> None:
         testbed.run("scontrol", "requeue", self.job_id)
 
+    def dump_stacks(self) -> None:
+        _dump_stacks(self._out)
+
     def cancel(self) -> None:
         testbed.run("scancel", self.job_id)
         _wait_for_end(self.job_id)
+
+
+def _dump_stacks(out: Path) -> None:
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            if str(out) in (process.info["cmdline"] or ()) and "srun" not in process.name():
+                process.send_signal(signal.SIGABRT)
 
 
 def _kill_rank(out: Path, rank: int) -> None:
