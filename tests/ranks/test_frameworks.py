@@ -98,10 +98,11 @@ def test_shell_before_the_program_may_end_first(submit: Submit, tmp_path: Path) 
     assert "has not ended in time" not in (run.path / "job.log").read_text()
 
 
-def test_arguments_that_the_agent_adds_do_not_hide_the_checkpoints(submit: Submit) -> None:
+def test_arguments_that_the_agent_adds_do_not_hide_the_checkpoints(submit: Submit, tmp_path: Path) -> None:
     """deepspeed's ``--local_rank`` differs by rank, and the arguments of a resumed attempt by attempt."""
-    deepspeed = str(Path(sys.executable).with_name("deepspeed"))  # need not exist: its Python counts
-    run = submit("attached_loop.py", *PREEMPT, "--resume-args", "--attempt {attempt}", python=deepspeed)
+    deepspeed = tmp_path / "deepspeed"
+    deepspeed.write_text(f"#!{sys.executable}\n")  # its Python counts, which runs no launcher
+    run = submit("attached_loop.py", *PREEMPT, "--resume-args", "--attempt {attempt}", python=str(deepspeed))
     run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert_stopped_together(run)
