@@ -179,7 +179,10 @@ def test_profile_has_set_up_and_environment(run_cli: RunCli) -> None:
         ("bash_c", 8, "$PWD", "another folder after the cd"),
     ],
 )
-def test_what_the_user_has_to_decide_is_listed(name: str, line: int, text: str, detail: str, run_cli: RunCli) -> None:
+def test_what_the_user_has_to_decide_is_listed(
+    name: str, line: int, text: str, detail: str, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # as in a pipe: one line per row
     document = adopt(run_cli, str(SCRIPTS / f"{name}.sbatch"))
     found = [q for q in document["decide"] if (q["line"], q["text"]) == (line, text)]
     assert any(detail in q["detail"] for q in found), document["decide"]
