@@ -16,7 +16,7 @@ def block_checksums(data: memoryview, known: str = "") -> str:
     """Return the xxh3-64 of each block in hex, concatenated; an empty string for no bytes.
 
     Args:
-        known: those of the first blocks, which are not computed again.
+        known: the checksums of the first blocks, if they have been computed before.
     """
     first = len(known) // _HEX_DIGITS * BLOCK_BYTES
     return known + "".join(

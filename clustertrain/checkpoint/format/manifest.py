@@ -105,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, int]
     """Sizes in bytes by file name."""
     linked: tuple[str, ...] = ()
-    """Those of them that were linked from an earlier checkpoint instead of written."""
+    """Names of the files that are links to files of an earlier checkpoint; this save did not write them."""
     tensors: tuple[TensorRecord, ...]
     values: dict[str, Any]
     """The state except tensors, encoded by :mod:`~clustertrain.checkpoint.core.json_tree`."""

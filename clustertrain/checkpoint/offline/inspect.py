@@ -130,8 +130,8 @@ def describe(folder: Folder, *, verify: bool = False, seen_files: set[tuple[int,
     """Return the row of one checkpoint in :func:`list_checkpoints`.
 
     Args:
-        seen_files: devices and inodes of the files of older checkpoints, to which those of this one are added; None:
-            ``new_bytes`` stays null.
+        seen_files: device and inode of each file of the older checkpoints; this function adds those of this
+            checkpoint. None: ``new_bytes`` stays null.
     """
     size, new = _folder_bytes(folder, set() if seen_files is None else seen_files)
     row: dict[str, Any] = {

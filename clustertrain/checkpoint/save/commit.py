@@ -58,7 +58,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_PART_KEYS):
     rank_values: Any
     """The JSON values of this rank."""
     linked: list[str] = []
-    """Names of the files that are links to those of an earlier checkpoint."""
+    """Names of the files that are links to files of an earlier checkpoint."""
 
 
 class CommitAborted(CheckpointError):

@@ -42,7 +42,7 @@ from clustertrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 8  # files of a rank; each may contain some bytes that no tensor needs anymore
-VERIFIED_FRACTION = 8  # a save reads one of so many blocks of the files that it links
+VERIFIED_FRACTION = 8  # a save verifies one in eight blocks of the files that it links
 _phases: dict[str, int] = {}  # which of them, by file name; at first a random one
 
 
@@ -88,7 +88,10 @@ class LinkedSegments:
         return rest
 
     def merge_locations(self, written: Sequence[SegmentLocation], count: int) -> list[SegmentLocation]:
-        """Return the location of each of ``count`` segments; ``written`` has those of :meth:`select_rest`."""
+        """Return the location of each of ``count`` segments.
+
+        ``written``: locations of the segments that :meth:`select_rest` returned.
+        """
         rest = iter(written)
         return [self.locations[n] if n in self.locations else next(rest) for n in range(count)]
 

@@ -27,7 +27,7 @@ def parallelize(
     from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
 
     Args:
-        will_load: the caller loads all parameters afterwards, so they are neither filled nor broadcast.
+        will_load: the caller loads all parameters afterwards, so parameters on the meta device are not filled.
 
     Raises:
         ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
