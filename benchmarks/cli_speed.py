@@ -4,7 +4,8 @@ help            clustertrain --help             against  python -c "import click
 help-module     python -m clustertrain --help   against  python -c "import click"
 submit          clustertrain submit, which plans the default preset, against a script with submitit's documented API
                 that submits one function and plans nothing
-submit-command  clustertrain submit -- torchrun train.py against clustertrain submit, which plans the default preset
+submit-command  clustertrain submit -- torchrun train.py, in a git repository with that one file, against clustertrain
+                submit, which plans the default preset and has no code to copy
 submit-torchx   clustertrain submit against `torchx run -s slurm`, which plans nothing either
 
 The jobs are submitted to a real cluster and cancelled by their ids: ours and submitit's while they are held. torchx has
@@ -115,6 +116,8 @@ def _submissions(script: str, slurm: Cluster, scratch: Path, versions: dict[str,
     submitit = Command("a script with submitit.AutoExecutor.submit(hello)", argv, env, scratch, cancel)
     target = Target(1.5, "at most 1.5 times submitit")
     yield {**_row("submit", ours, submitit, SUBMIT_ROUNDS, target), "cluster": slurm.name}
+    # Its own repository: without it, the snapshot copies the checkout around the scratch folder, and the row times that.
+    subprocess.run(["git", "init", "--quiet", str(scratch)], check=True)
     (scratch / "train.py").write_text("print('hello')\n")
     argv = [*ours.argv, "--", "torchrun", "train.py"]
     command_line = Command("clustertrain submit --sbatch hold -- torchrun train.py", argv, env, scratch, cancel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from clustertrain.config.container import RuntimeName, is_registry_image, parse_
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.job import Device, EnvironmentPlace
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.config.parsing.documents import build, did_you_mean, load_toml
+from clustertrain.config.parsing.documents import build, did_you_mean, parse_toml, read_text
 from clustertrain.errors import ConfigError
 
 
@@ -174,4 +175,10 @@ def load_profile(name: str, environ: Mapping[str, str] = os.environ) -> ClusterP
             f"cluster profile {profile_name!r} not found: {suggestion}",
             fix=f"create {folder / (profile_name + '.toml')}",
         )
-    return build(load_toml(profiles[profile_name]), ClusterProfile, str(profiles[profile_name]))
+    path = profiles[profile_name]
+    return _parse_profile(read_text(path), str(path))
+
+
+@functools.lru_cache(maxsize=8)  # the submission of a command asks for it four times
+def _parse_profile(text: str, source: str) -> ClusterProfile:
+    return build(parse_toml(text, source), ClusterProfile, source)

@@ -43,6 +43,8 @@ class CodeSnapshot:
     """The script or package, relative to ``code/``."""
     root: Path
     """The folder that was copied."""
+    repository: Path | None
+    """The same folder if it is that of a git repository."""
     files: int
     size_bytes: int
     external_links: tuple[str, ...] = ()
@@ -138,6 +140,7 @@ def take_snapshot(
     return CodeSnapshot(
         script=script_name,
         root=root,
+        repository=repository,
         files=sum(e.kind != "secret" for e in entries),
         size_bytes=sum(e.size for e in entries),
         external_links=tuple(f"{e.name} -> {e.target}" for e in entries if e.kind == "outside"),

@@ -135,9 +135,7 @@ def snapshot_code(request: SubmitRequest, prepared: PreparedRun, target: Path) -
 
 
 def collect_record(request: SubmitRequest, snapshot: CodeSnapshot | None) -> dict[str, Any]:
-    return provenance.collect(
-        request.argv, request.cwd, code_snapshot.find_repository_root(snapshot.root) if snapshot else None
-    )
+    return provenance.collect(request.argv, request.cwd, snapshot.repository if snapshot else None)
 
 
 def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
