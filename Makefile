@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
+.PHONY: help setup demo test test-all test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory oldest-torch gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -29,19 +29,24 @@ demo: setup ## the main job on this machine: train, be preempted, requeue, resum
 
 FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
 # More at once would slow each other down on two cores. Each test goes to whichever worker is free: tests/conftest.py.
-SLOW := -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu and not emulated'
+SLOW = -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu and not emulated $(TIER)'
 # Ranks on few cores wake each other at every collective, and by default the kernel switches to the woken one at once.
 # Without that, four ranks take a fifth less time. A container may refuse it.
 PATIENTLY = nice -n 19 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
-ALONE := -m 'slurm or gpu'
+ALONE = -m '(slurm or gpu) $(TIER)'
 # What covers the paths that only a GPU takes; `make cuda-emulated` runs all.
 EMULATED := -n 2 --dist loadgroup --device cuda -m 'emulated and not long or ranks and not emulated' \
   tests/cuda_emulation tests/ranks/test_groups.py tests/ranks/test_stop.py tests/ranks/test_stability.py
 # A shell starts what it runs in the background with SIGINT ignored.
 BESIDE := env --default-signal=INT,QUIT
 
-test: setup test-packages ## every test, the real-Slurm ones included
+test: setup test-packages ## every kind of test, those on a real Slurm included; within 20 minutes on two cores
+test: TIER = and not extended
+
+test-all: setup test-packages ## every test; an hour. CI runs these
+
+test test-all:
 	@$(PYTEST) $(FAST); fast=$$?; \
 	  log=$$(mktemp); $(BESIDE) $(PYTEST) $(ALONE) >"$$log" 2>&1 & beside=$$!; trap "kill $$beside" INT TERM; \
 	  $(PATIENTLY) $(PYTEST) $(SLOW); slow=$$?; $(PATIENTLY) $(PYTEST) $(EMULATED); emulated=$$?; \
@@ -107,6 +112,12 @@ fake-cluster: setup ## one step of the presets' layouts on 16 to 512 fake ranks;
 fake-memory: setup ## the plan's memory against torch's memory tracker, 310 jobs; writes benchmarks/results/fake_memory.json
 	$(BIN)/python -m tests.harness.fake_cluster memory $(FAKE)
 
+oldest-torch: setup ## the hooks' tests in an environment with torch 2.6, the oldest that they support; downloads 3 GB
+	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.6.0 numpy transformers==4.51.3 accelerate==1.6.0 lightning==2.5.1
+	CLUSTERTRAIN_TEST_RANKS_PYTHON=$(CURDIR)/.venv-oldest/bin/python $(PYTEST) -n 2 tests/ranks/test_frameworks.py
+
 gpu-check: setup ## all that waits for a GPU, in at most 15 minutes; leaves a folder of evidence. GPU_CHECK='--out FOLDER'
 	$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)
 
@@ -117,4 +128,4 @@ gpu-results: setup ## verify EVIDENCE=folder of a gpu-check; bring its results i
 	$(BIN)/python -m benchmarks.gpu_check.results $(EVIDENCE) $(GPU_RESULTS)
 
 clean: ## remove the environment and the demo's runs
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .venv-oldest .demo

@@ -14,6 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 from clustertrain.plan.layout import Layout
 from tests.cuda_emulation import own_processes, unsupported
 from tests.cuda_emulation.build import CannotEmulate
+from tests.extended import is_extended
 from tests.paths import DEVICE_VARIABLE
 
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
@@ -63,7 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ.update(environment)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_extended(item.nodeid):
+            item.add_marker("extended")
     if config.getoption("--device") == "cuda":
         for item in items:
             reason = config.stash.get(NO_EMULATION, None) or unsupported.reason(item.nodeid)

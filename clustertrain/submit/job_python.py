@@ -29,7 +29,9 @@ from clustertrain.submit.session_search import SessionUse
 
 TIMEOUT_S = 60.0  # for an interpreter on a busy network file system
 MIN_PYTHON = (3, 11)  # as in pyproject.toml
-_NAMES = ("clustertrain", *extras.EXTRAS)
+# A dependency of the agents: with a checkout on PYTHONPATH, any Python finds clustertrain.
+_DEPENDENCY = "msgspec"
+_NAMES = ("clustertrain", _DEPENDENCY, *extras.EXTRAS)
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Interpreter:
     path: str
     version: tuple[int, int] = (0, 0)
     packages: Mapping[str, str] | None = None
-    """Versions of clustertrain and of the packages in :data:`extras.EXTRAS`, by import name. None: it cannot be asked
-    on this machine."""
+    """Versions of clustertrain, its dependency and the packages in :data:`extras.EXTRAS`, by import name. None: it
+    cannot be asked on this machine."""
 
     def lacks(self, package: str) -> bool:
         """Return whether ``package`` is known to be missing."""
@@ -58,6 +60,11 @@ class Interpreter:
         if "clustertrain" not in self.packages:
             fix = f"{extras.install_command('torch', self.path)}, or {_OTHER_PYTHON}"
             return UnsuitableEnvironment(f"clustertrain is not installed for {self.path}", fix=fix)
+        if _DEPENDENCY not in self.packages:
+            return UnsuitableEnvironment(
+                f"{self.path} finds clustertrain but not {_DEPENDENCY}, which it needs",
+                fix=f"{extras.install_command('torch', self.path)}, or {_OTHER_PYTHON}",
+            )
         version = self.packages["clustertrain"]
         if version != clustertrain.__version__:
             return UnsuitableEnvironment(

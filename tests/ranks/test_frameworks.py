@@ -19,6 +19,8 @@ from tests.runs import LOCAL, Run
 pytestmark = pytest.mark.ranks
 PROGRAMS = ROOT / "tests" / "fixtures" / "programs"
 STEPS = 130
+# Another environment with torch and the frameworks, for `make oldest-torch`.
+RANKS_PYTHON = os.environ.get("CLUSTERTRAIN_TEST_RANKS_PYTHON", sys.executable)
 Submit = Callable[..., Run]
 
 
@@ -37,12 +39,12 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
         out: str = "out",
         arguments: tuple[str, ...] = (),
         start: tuple[str, ...] = (),
-        python: str = sys.executable,
+        python: str = RANKS_PYTHON,
         as_script: bool = False,
     ) -> Run:
         shutil.copy(PROGRAMS / name, folder)
         (tmp_path / out).mkdir(exist_ok=True)
-        program = () if as_script else ("--", *start, python)
+        program = ("--python", python) if as_script else ("--", *start, python)
         command = (*program, name, str(tmp_path / out), str(STEPS), *arguments)
         submitted.append(runs.submit(env, *LOCAL, "--gpus", "2", *options, *command))
         return submitted[-1]
@@ -74,7 +76,12 @@ def assert_stopped_together(run: Run) -> int:
 PREEMPT = ("--set", "preemption_test.preempt_at_steps=[4]")
 
 
-@pytest.mark.parametrize("program", ["transformers_trainer.py", "attached_loop.py", "fsdp2_dcp.py"])
+NEEDS_GPU = pytest.mark.skipif(RANKS_PYTHON != sys.executable, reason="FSDP2 of torch 2.6 does not run on CPUs")
+
+
+@pytest.mark.parametrize(
+    "program", ["transformers_trainer.py", "attached_loop.py", pytest.param("fsdp2_dcp.py", marks=NEEDS_GPU)]
+)
 def test_preempted_program_has_the_losses_of_an_uninterrupted_one(submit: Submit, program: str) -> None:
     run = submit(program, *PREEMPT)
     run.complete()
@@ -101,7 +108,7 @@ def test_shell_before_the_program_may_end_first(submit: Submit, tmp_path: Path) 
 def test_arguments_that_the_agent_adds_do_not_hide_the_checkpoints(submit: Submit, tmp_path: Path) -> None:
     """deepspeed's ``--local_rank`` differs by rank, and the arguments of a resumed attempt by attempt."""
     deepspeed = tmp_path / "deepspeed"
-    deepspeed.write_text(f"#!{sys.executable}\n")  # its Python counts, which runs no launcher
+    deepspeed.write_text(f"#!{RANKS_PYTHON}\n")  # its Python counts, which runs no launcher
     run = submit("attached_loop.py", *PREEMPT, "--resume-args", "--attempt {attempt}", python=str(deepspeed))
     run.complete()
     assert run.endings() == ["preempted", "completed"]

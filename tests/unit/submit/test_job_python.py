@@ -19,7 +19,8 @@ from clustertrain.submit.job_python import JobPython
 from clustertrain.submit.request import SubmitRequest
 
 VERSION = clustertrain.__version__
-TRAINER = {"clustertrain": VERSION, "torch": "2.13.0+cpu"}
+AGENTS = {"clustertrain": VERSION, "msgspec": ""}
+TRAINER = AGENTS | {"torch": "2.13.0+cpu"}
 
 
 def make_python(path: Path, packages: dict[str, str], version: tuple[int, int] = (3, 12)) -> str:
@@ -42,7 +43,7 @@ def choose(folder: Path, requested: str = "", script: str = "", **options: Any) 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the interpreter of these tests one without torch."""
-    answer = {"version": sys.version_info[:2], "packages": {"clustertrain": VERSION}}
+    answer = {"version": sys.version_info[:2], "packages": AGENTS}
     monkeypatch.setattr(inspect_python, "inspect", lambda names: answer)
 
 
@@ -94,9 +95,10 @@ def test_named_python_runs_ranks_and_agents(tmp_path: Path) -> None:
     ("packages", "version", "message"),
     [
         ({"torch": "2.13.0"}, (3, 12), "clustertrain is not installed for"),
-        ({"clustertrain": VERSION}, (3, 12), "torch is not installed for"),
-        ({"clustertrain": "9.9", "torch": "2.13.0"}, (3, 12), f"has clustertrain 9.9, and {sys.executable}"),
-        ({"clustertrain": VERSION, "torch": "2.3.1"}, (3, 12), "has torch 2.3.1, and the trainer and sessions need"),
+        ({"clustertrain": VERSION, "torch": "2.13.0"}, (3, 12), "finds clustertrain but not msgspec, which it needs"),
+        (AGENTS, (3, 12), "torch is not installed for"),
+        (AGENTS | {"clustertrain": "9.9", "torch": "2.13.0"}, (3, 12), f"has clustertrain 9.9, and {sys.executable}"),
+        (AGENTS | {"torch": "2.3.1"}, (3, 12), "has torch 2.3.1, and the trainer and sessions need"),
         (TRAINER, (3, 9), "is Python 3.9, and clustertrain needs 3.11 or newer"),
     ],
 )
@@ -115,7 +117,7 @@ def test_python_that_cannot_run_the_ranks(
     assert plain.script is not None and ("without torch" in plain.note) == ("torch" not in packages)
     assert plain.script.command == (python, "-u", str(tmp_path / "train.py"), "--lr", "1")
     assert plain.script.path_index == 2 and not plain.script.args
-    has_agents = packages.get("clustertrain") == VERSION and version > (3, 9)
+    has_agents = packages.get("clustertrain") == VERSION and "msgspec" in packages and version > (3, 9)
     assert plain.agents.path == (python if has_agents else sys.executable)
 
 

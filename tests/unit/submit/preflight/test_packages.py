@@ -10,7 +10,7 @@ from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.submit.job_python import Interpreter
 from clustertrain.submit.preflight import packages
 
-BASE = Interpreter("/env/bin/python", (3, 12), {"clustertrain": "0.1.0", "torch": "2.13.0"})
+BASE = Interpreter("/env/bin/python", (3, 12), {"clustertrain": "0.1.0", "msgspec": "", "torch": "2.13.0"})
 UNKNOWN = Interpreter("/elsewhere/python")
 
 
