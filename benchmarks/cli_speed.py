@@ -116,7 +116,7 @@ def _submissions(script: str, slurm: Cluster, scratch: Path, versions: dict[str,
     submitit = Command("a script with submitit.AutoExecutor.submit(hello)", argv, env, scratch, cancel)
     target = Target(1.5, "at most 1.5 times submitit")
     yield {**_row("submit", ours, submitit, SUBMIT_ROUNDS, target), "cluster": slurm.name}
-    # Its own repository: without it, the snapshot copies the checkout around the scratch folder, and the row times that.
+    # Its own repository, or the snapshot would copy the checkout around the scratch folder.
     subprocess.run(["git", "init", "--quiet", str(scratch)], check=True)
     (scratch / "train.py").write_text("print('hello')\n")
     argv = [*ours.argv, "--", "torchrun", "train.py"]

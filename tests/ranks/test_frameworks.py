@@ -76,7 +76,7 @@ def assert_stopped_together(run: Run) -> int:
 PREEMPT = ("--set", "preemption_test.preempt_at_steps=[4]")
 
 
-NEEDS_GPU = pytest.mark.skipif(RANKS_PYTHON != sys.executable, reason="FSDP2 of torch 2.6 does not run on CPUs")
+NEEDS_GPU = pytest.mark.skipif(sys.executable != RANKS_PYTHON, reason="FSDP2 of torch 2.6 does not run on CPUs")
 
 
 @pytest.mark.parametrize(

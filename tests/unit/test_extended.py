@@ -10,7 +10,8 @@ def test_every_extended_test_exists() -> None:
     for name in EXTENDED:
         file, _, test = name.partition("::")
         function = test.partition("[")[0]
-        assert re.search(rf"^def {function}\(" if function else "^def test_", (ROOT / file).read_text(), re.MULTILINE), name
+        pattern = rf"^def {function}\(" if function else "^def test_"
+        assert re.search(pattern, (ROOT / file).read_text(), re.MULTILINE), name
 
 
 def test_file_function_and_case_are_recognized() -> None:
