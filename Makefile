@@ -34,7 +34,7 @@ SLOW = -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu and n
 # Without that, four ranks take a fifth less time. A container may refuse it.
 PATIENTLY = nice -n 19 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
-ALONE = -m '(slurm or gpu) $(TIER)'
+ALONE = -m '(slurm or gpu) $(TIER)' tests/slurm tests/gpu
 # What covers the paths that only a GPU takes; `make cuda-emulated` runs all.
 EMULATED := -n 2 --dist loadgroup --device cuda -m 'emulated and not long or ranks and not emulated' \
   tests/cuda_emulation tests/ranks/test_groups.py tests/ranks/test_stop.py tests/ranks/test_stability.py

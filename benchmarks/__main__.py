@@ -15,6 +15,7 @@ from benchmarks import (
     marks,
     nvml_calls,
     planner,
+    pretrained,
     rank_hooks,
     shipped_environment,
     sockets,
@@ -29,6 +30,10 @@ BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "marks": (marks.main, "cost of progress reports per step, and of `status` on a run of a million steps"),
     "nvml_calls": (nvml_calls.main, "cost of each NVML call; needs a GPU"),
     "planner": (planner.main, "predictions, against published configurations; writes docs/explanation/planner.md"),
+    "pretrained": (
+        pretrained.main,
+        "loading pretrained weights into FSDP shards, against Transformers, DCP and a raw read",
+    ),
     "rank_hooks": (
         rank_hooks.main,
         "cost of the hooks in a command's ranks, per start and step, against the bare program",
