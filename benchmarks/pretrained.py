@@ -1,7 +1,8 @@
 """Loading pretrained weights into FSDP shards, against Transformers, DCP's reader of the same files, and a raw read.
 
 The files are those of a Llama in bf16, in several safetensors files, and not in memory. Each loader fills the same
-shards, which are compared. All run in the same processes, in rounds with changing order, and are compared within a round.
+shards, which are compared. All run in the same processes, in rounds with changing order, and are compared within a
+round.
 
 raw read          each rank reads as many bytes as its share, into existing memory
 clustertrain      session.load_pretrained's loader: each rank reads the ranges of its shards
