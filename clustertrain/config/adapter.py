@@ -20,8 +20,8 @@ class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     kind: AdapterKind = "none"
-    """``"lora"``: low-rank matrices (Hu et al., arXiv 2106.09685). ``"dora"``: in addition, a trained magnitude for each
-    output (Liu et al., arXiv 2402.09353). ``"none"``: no adapters, all weights are trained."""
+    """``"lora"``: low-rank matrices (Hu et al., arXiv 2106.09685). ``"dora"``: in addition, a trained magnitude for
+    each output (Liu et al., arXiv 2402.09353). ``"none"``: no adapters, all weights are trained."""
     rank: int = 16
     """Rows of A and columns of B. At most the smaller side of each adapted matrix."""
     alpha: float = 32.0

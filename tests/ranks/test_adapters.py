@@ -11,9 +11,9 @@ import pytest
 
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, digest, make_run
+from tests.ranks.rank_pool import make_run
 from tests.ranks.test_pretrained import QWEN2, write_weights
-from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, one_thread, start
+from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, start
 
 pytestmark = pytest.mark.ranks
 

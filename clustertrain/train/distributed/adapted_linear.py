@@ -44,8 +44,8 @@ class LowRank:
 class AdaptedLayer(nn.Module):
     """First base class of an adapted layer; the class that the layer had before is the second.
 
-    That class may be any with ``in_features``, ``out_features``, ``bias`` and a forward pass of a Linear layer. DoRA also
-    reads ``weight``, the values (out_features, in_features) in any floating-point dtype.
+    That class may be any with ``in_features``, ``out_features``, ``bias`` and a forward pass of a Linear layer. DoRA
+    also reads ``weight``, the values (out_features, in_features) in any floating-point dtype.
     """
 
     low_rank: LowRank
@@ -103,8 +103,8 @@ def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
 def adapt_linear(module: nn.Module, low_rank: LowRank) -> None:
     """Give ``module``, a Linear layer or one of the kind that :class:`AdaptedLayer` describes, an adapter in place.
 
-    The parameters of the adapter are on the device of the module's first tensor, in fp32 and without values; those of the
-    module are frozen.
+    The parameters of the adapter are on the device of the module's first tensor, in fp32 and without values; those of
+    the module are frozen.
     """
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device

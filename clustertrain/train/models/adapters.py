@@ -83,12 +83,13 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[str]:
                 else f"{type(model).__name__} has no Linear layer: remove [adapter]",
             )
         selected |= found - bypassed
-    for name in linear:
-        if name in selected and spec.rank > min(linear[name].weight.shape):
+    for name, layer in linear.items():
+        smaller = min(layer.out_features, layer.in_features)
+        if name in selected and spec.rank > smaller:
             raise ConfigError(
                 f"adapter.rank = {spec.rank} exceeds the smaller side of {clean_fqn(name)}, a matrix of "
-                f"{linear[name].out_features} x {linear[name].in_features}",
-                fix=f"set it to {min(linear[name].weight.shape)} or less, or leave this layer out of target_modules",
+                f"{layer.out_features} x {layer.in_features}",
+                fix=f"set it to {smaller} or less, or leave this layer out of target_modules",
             )
     return [name for name in linear if name in selected]
 

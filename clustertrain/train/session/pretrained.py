@@ -55,29 +55,20 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     return PretrainedWeights(model, path.expanduser(), names)
 
 
-def load_unless_resuming(runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights) -> None:
-    """Load ``weights`` into the parallelized ``model``, unless a checkpoint will replace them. Collective.
+def load(runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights) -> None:
+    """Load ``weights`` into the parallelized ``model``, but not into its adapters. Collective.
 
     Raises:
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
-
-    def load() -> None:
-        started = clock.now()
-        attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
-        ranks = Ranks(runtime.groups.checkpoint)
-        adapters = adapted_linear.adapter_parameter_names(model)
-        load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}", untouched=adapters)
-        adapted_linear.fill_magnitudes(model)
-        runtime.events.emit(
-            "pretrained_loaded",
-            path=str(weights.path),
-            tensors=len(weights.names),
-            t_begin=started,
-            load_s=clock.now() - started,
-        )
-
-    if runtime.checkpointer.has_committed():
-        runtime.state.load_initial_weights = load
-    else:
-        load()
+    started = clock.now()
+    attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
+    ranks, adapters = Ranks(runtime.groups.checkpoint), adapted_linear.adapter_parameter_names(model)
+    load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}", untouched=adapters)
+    runtime.events.emit(
+        "pretrained_loaded",
+        path=str(weights.path),
+        tensors=len(weights.names),
+        t_begin=started,
+        load_s=clock.now() - started,
+    )
