@@ -103,11 +103,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], WeightFiles]:
 
 
 def check_adapter(
-    folder: Path, spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]], base_sha256: str | None
+    folder: Path, spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]] | None, base_sha256: str | None
 ) -> None:
-    """Check that the adapter in ``folder`` is one of ``spec`` and has the tensors ``shapes``, by PEFT's names.
+    """Check that the adapter in ``folder`` is one of ``spec`` and has the expected tensors.
 
     Args:
+        shapes: shapes of the tensors by PEFT's names; None if they are not known.
         base_sha256: hash of the base's weights; None if it is not known.
 
     Raises:
@@ -136,7 +137,8 @@ def check_adapter(
             f"adapter.init = {str(folder)!r}: the adapter is another one: {'; '.join(differences)}",
             fix="set the keys of [adapter] to those of this adapter",
         )
-    _check_tensors(folder, files, shapes)
+    if shapes is not None:
+        _check_tensors(folder, files, shapes)
     recorded = files.metadata.get(BASE_HASH, "")
     if recorded and base_sha256 is not None and recorded != base_sha256:
         raise ConfigError(

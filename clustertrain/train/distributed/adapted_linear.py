@@ -12,8 +12,9 @@ parameters of the adapter are:
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn, is_dtensor, model_parts, to_local_shard
+from clustertrain.train.distributed import data_parallel
 from clustertrain.train.distributed.dropout import Dropout
 
 PARAMETER_NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -41,6 +43,12 @@ class LowRank:
     """DoRA: the norm of each row of the weight is trained separately."""
 
 
+class SampleScope:
+    """The positions of the samples that a repeated layer computes at the moment, for the dropout masks inside it."""
+
+    samples: torch.Tensor | None = None
+
+
 class AdaptedLayer(nn.Module):
     """First base class of an adapted layer; the class that the layer had before is the second.
 
@@ -53,12 +61,13 @@ class AdaptedLayer(nn.Module):
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter
     lora_dropout: Dropout
+    sample_scope: SampleScope
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = super().forward(x)
-        dropped = self.lora_dropout(x)
+        dropped = self.lora_dropout(x, self.sample_scope.samples)
         delta = self._multiply_low_rank(dropped)
         if not self.low_rank.has_magnitude:
             return out + delta
@@ -118,6 +127,7 @@ def adapt_linear(module: nn.Module, low_rank: LowRank) -> None:
     if low_rank.has_magnitude:
         module.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, device=device))
     module.lora_dropout = Dropout(low_rank.dropout)
+    module.sample_scope = SampleScope()  # type: ignore[assignment]
 
 
 def iter_adapted(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
@@ -126,6 +136,30 @@ def iter_adapted(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
         for name, module in part.named_modules():
             if isinstance(module, AdaptedLayer):
                 yield clean_fqn(name), module
+
+
+def pass_samples(model_part: nn.Module) -> None:
+    """Have the repeated layers pass their argument ``samples`` to the dropout of the adapters inside.
+
+    An adapted layer has only one argument. Without the samples' positions its masks would depend on the layout. Call it
+    before activation checkpointing, so that a recomputation passes them again.
+    """
+    for _, unit in data_parallel.repeated_layers(model_part):
+        layers = [m for _, m in iter_adapted(unit) if m.low_rank.dropout]
+        parameters = list(inspect.signature(unit.forward).parameters)
+        if layers and "samples" in parameters:
+            scope = SampleScope()
+            for layer in layers:
+                layer.sample_scope = scope
+            unit.forward = _record_samples(unit.forward, scope, parameters.index("samples"))
+
+
+def _record_samples(forward: Callable[..., Any], scope: SampleScope, position: int) -> Callable[..., Any]:
+    def forward_with_samples(*args: Any, **kwargs: Any) -> Any:
+        scope.samples = args[position] if len(args) > position else kwargs.get("samples")
+        return forward(*args, **kwargs)
+
+    return forward_with_samples
 
 
 def adapter_parameter_names(model: nn.Module) -> set[str]:

@@ -64,6 +64,7 @@ def parallelize(
         if groups.cp_mesh is not None:
             context_parallel.apply(model_part, context, groups.cp_mesh)
         dropout.configure(model_part, context, seed)
+        adapted_linear.pass_samples(model_part)
         block_transforms.apply(model_part, context)
         if layout.is_fully_sharded and data_mesh is not None:
             data_parallel.shard(model_part, context, data_mesh)

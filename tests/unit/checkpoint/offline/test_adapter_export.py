@@ -89,7 +89,10 @@ def test_adapter_folder_has_the_format_of_peft(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     layers = range(recipe.model.layers)
     assert tensors.keys() == {
-        f"base_model.model.model.layers.{n}.self_attn.{m}_proj.lora_{x}.weight" for n in layers for m in "qv" for x in "AB"
+        f"base_model.model.model.layers.{n}.self_attn.{m}_proj.lora_{x}.weight"
+        for n in layers
+        for m in "qv"
+        for x in "AB"
     }
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as f:
         assert f.metadata() == {"format": "pt", adapter_files.BASE_HASH: HASH}
