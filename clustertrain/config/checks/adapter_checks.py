@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertrain import settings
-from clustertrain.config.checks.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import list_patterns, matches
 from clustertrain.config.huggingface import tensor_names
 from clustertrain.config.model import ModelSpec
 from clustertrain.errors import NotFound
@@ -48,7 +48,7 @@ def find_targets(recipe: Recipe) -> dict[str, tuple[int, ...]]:
         if not found:
             raise ValueError(
                 f"adapter.target_modules: no Linear layer of the {recipe.model.kind} matches {pattern!r}: "
-                + suggest_modules(pattern, layers)
+                + list_patterns(layers)
             )
         targets |= found
     for name, shape in targets.items():

@@ -11,7 +11,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.config.adapter import AdapterSpec
-from clustertrain.config.checks.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import list_patterns, matches
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
@@ -78,7 +78,7 @@ def find_targets(model: nn.Module, spec: AdapterSpec) -> list[str]:
         if not found - bypassed:
             raise ConfigError(
                 f"{KEY}: no Linear layer matches {pattern!r}",
-                fix=suggest_modules(pattern, [clean_fqn(n) for n in linear])
+                fix=list_patterns(map(clean_fqn, linear))
                 if linear
                 else f"{type(model).__name__} has no Linear layer: remove [adapter]",
             )
