@@ -19,7 +19,6 @@ from clustertrain.train.distributed import adapted_linear
 from clustertrain.train.distributed.adapted_linear import AdaptedLayer, LowRank
 
 KEY = "adapter.target_modules"
-MAX_LISTED = 4  # names in an error
 
 
 def build_spec(target_modules: Sequence[str], **values: Any) -> AdapterSpec:
@@ -69,20 +68,20 @@ def _draw(prefix: str, module: AdaptedLayer, seed: int) -> None:
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[str]:
     """Return the names of the layers of ``model`` that ``spec`` selects; raise as :func:`add_adapters` does."""
     modules = dict(model.named_modules())
-    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     bypassed = set(_list_bypassed(modules))
+    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) and name not in bypassed}
     selected: set[str] = set()
     for pattern in spec.target_modules:
-        found = {name for name in linear if matches(pattern, clean_fqn(name))}
         _check_fused(modules, pattern, bypassed)
-        if not found - bypassed:
+        found = {name for name in linear if matches(pattern, clean_fqn(name))}
+        if not found:
             raise ConfigError(
                 f"{KEY}: no Linear layer matches {pattern!r}",
                 fix=list_patterns(map(clean_fqn, linear))
                 if linear
                 else f"{type(model).__name__} has no Linear layer: remove [adapter]",
             )
-        selected |= found - bypassed
+        selected |= found
     for name, layer in linear.items():
         smaller = min(layer.out_features, layer.in_features)
         if name in selected and spec.rank > smaller:
@@ -108,7 +107,7 @@ def _check_fused(modules: dict[str, nn.Module], pattern: str, bypassed: set[str]
             continue
         fused = [n for n, p in module.named_parameters(recurse=False) if p.dim() >= 2]
         if name in bypassed or (fused and not isinstance(module, nn.Linear)):
-            what = f"holds {', '.join(fused[:MAX_LISTED])}" if fused else "is inside an attention that does not call it"
+            what = "is inside an attention that does not call it" if name in bypassed else f"holds {', '.join(fused)}"
             raise ConfigError(
                 f"{KEY}: {pattern!r} matches {clean_fqn(name)}, a {type(module).__name__}, which {what}: only a Linear "
                 "layer can have an adapter, not a fused one",
