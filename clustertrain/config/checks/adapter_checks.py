@@ -64,7 +64,7 @@ def list_linear_layers(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes (outputs, inputs) of the Linear layers of a built-in model by name."""
     if model.kind == "convnet":
         return {"head": (model.convnet.classes, model.convnet.block_shapes()[-1][1])}
-    matrices = {
+    matrices: dict[str, tuple[int, ...]] = {
         name.removesuffix(".weight"): shape
         for name, (_, shape) in tensor_names.list_tensors(model).items()
         if len(shape) == 2 and name != "embed.weight"

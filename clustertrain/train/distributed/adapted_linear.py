@@ -11,7 +11,6 @@ parameters of the adapter are:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -101,12 +100,20 @@ def _multiply_partial(inner: Any, lora_b: Any) -> torch.Tensor:
 
     local_inner = inner.to_local(grad_placements=[Replicate()])
     local_b = lora_b.to_local(grad_placements=[Partial()])
-    return DTensor.from_local(F.linear(local_inner, local_b), inner.device_mesh, inner.placements, run_check=False)
+    product: torch.Tensor = DTensor.from_local(
+        F.linear(local_inner, local_b), inner.device_mesh, inner.placements, run_check=False
+    )
+    return product
 
 
-@functools.cache
+_ADAPTED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Adapted{cls.__name__}", (AdaptedLayer, cls), {})
+    """Return the class of an adapted layer of class ``cls``; always the same one, so that torch compiles it once."""
+    if cls not in _ADAPTED_CLASSES:
+        _ADAPTED_CLASSES[cls] = type(f"Adapted{cls.__name__}", (AdaptedLayer, cls), {})
+    return _ADAPTED_CLASSES[cls]
 
 
 def adapt_linear(module: nn.Module, low_rank: LowRank) -> None:
