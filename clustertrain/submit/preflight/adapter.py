@@ -48,8 +48,9 @@ def list_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]] | None:
     spec, shapes = recipe.adapter, dict[str, tuple[int, ...]]()
     rename = tensor_names.rename_layer(recipe.model) if recipe.model.is_decoder else str
     for layer, (rows, columns) in adapter_checks.find_targets(recipe).items():
-        own = {"lora_A": (spec.rank, columns), "lora_B": (rows, spec.rank)}
-        own |= {"lora_magnitude_vector": (rows,)} if spec.kind == "dora" else {}
+        own: dict[str, tuple[int, ...]] = {"lora_A": (spec.rank, columns), "lora_B": (rows, spec.rank)}
+        if spec.kind == "dora":
+            own["lora_magnitude_vector"] = (rows,)
         shapes |= {adapter_files.peft_name(rename(layer), name): shape for name, shape in own.items()}
     return shapes
 

@@ -79,9 +79,9 @@ class AdaptedLayer(nn.Module):
     def _multiply_low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return scaling * B (A x)."""
         inner = F.linear(x, self.lora_A)
-        if is_dtensor(inner) and any(p.is_partial() for p in inner.placements):
-            return _multiply_partial(inner, self.lora_B) * self.low_rank.scaling
-        return F.linear(inner, self.lora_B) * self.low_rank.scaling
+        is_sum = is_dtensor(inner) and any(p.is_partial() for p in inner.placements)
+        product = _multiply_partial(inner, self.lora_B) if is_sum else F.linear(inner, self.lora_B)
+        return product * self.low_rank.scaling
 
     def _magnitude_ratio(self) -> torch.Tensor:
         """Return the trained norm of each row over its actual one, which counts as constant (section 4.3)."""
