@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import model_parts
+from clustertrain.errors import ConfigError
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info
-from clustertrain.train.session import pretrained
+from clustertrain.train.session import adapter_setup, pretrained
+from clustertrain.train.session.adapter_setup import AdapterSetup
 from clustertrain.train.session.pretrained import PretrainedWeights
 from clustertrain.train.session.runtime import SessionRuntime
 from clustertrain.train.stability import warnings
@@ -48,22 +50,47 @@ def prepare_model(
     runtime: SessionRuntime,
     model: nn.Module,
     freeze: Sequence[str],
-    unfreeze: Iterable[tuple[int, Sequence[str]]],
+    unfreeze: Sequence[tuple[int, Sequence[str]]],
     weights: PretrainedWeights | None = None,
+    adapter: AdapterSetup | None = None,
 ) -> PreparedModel:
-    """Freeze and parallelize ``model``, and load its ``weights``; see ``Session.parallelize``. Collective.
+    """Freeze and parallelize ``model``, and load its ``weights`` and those of its ``adapter``, unless a checkpoint will
+    replace them; see ``Session.parallelize``. Collective.
 
     Raises:
         ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
     """
+    if adapter is not None and (freeze or unfreeze):
+        raise ConfigError(
+            "the model has adapters, and freeze or unfreeze is given: with adapters the whole model is frozen and only "
+            "they are trained",
+            fix="leave out freeze and unfreeze, and choose the layers with target_modules",
+        )
     param_table = param_info.build_param_table(model)
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
     parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
-    if weights is not None:
-        pretrained.load_unless_resuming(runtime, parallelized, weights)
+    if adapter is not None:
+        runtime.checkpointer.adapter = adapter.describe(weights)
+    if weights is not None or adapter is not None:
+        _load_unless_resuming(runtime, parallelized, weights, adapter)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
+
+
+def _load_unless_resuming(
+    runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights | None, adapter: AdapterSetup | None
+) -> None:
+    def load() -> None:
+        if weights is not None:
+            pretrained.load(runtime, model, weights)
+        if adapter is not None:
+            adapter_setup.load(runtime, model, adapter, weights)
+
+    if runtime.checkpointer.has_committed():
+        runtime.state.load_initial_weights = load
+    else:
+        load()
 
 
 def report_eval_mode(runtime: SessionRuntime, names: Sequence[str], *, switched: bool = False) -> None:

@@ -13,6 +13,7 @@ from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.checkpoint.format import safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
+from clustertrain.train.distributed import adapted_linear
 from clustertrain.train.session.runtime import SessionRuntime
 
 
@@ -45,35 +46,29 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     tensors = {clean_fqn(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[str, str] = {}
     seen: set[int] = set()
+    adapters = adapted_linear.adapter_parameter_names(model)
     for name, tensor in tensors.items():
-        if id(tensor) in seen:  # tied to a tensor that has another name
+        if id(tensor) in seen or name in adapters:  # tied to a tensor that has another name, or not of the base
             continue
         seen.add(id(tensor))
         names[name] = rename(name) if rename is not None else name
     return PretrainedWeights(model, path.expanduser(), names)
 
 
-def load_unless_resuming(runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights) -> None:
-    """Load ``weights`` into the parallelized ``model``, unless a checkpoint will replace them. Collective.
+def load(runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights) -> None:
+    """Load ``weights`` into the parallelized ``model``, but not into its adapters. Collective.
 
     Raises:
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
-
-    def load() -> None:
-        started = clock.now()
-        attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
-        ranks = Ranks(runtime.groups.checkpoint)
-        load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}")
-        runtime.events.emit(
-            "pretrained_loaded",
-            path=str(weights.path),
-            tensors=len(weights.names),
-            t_begin=started,
-            load_s=clock.now() - started,
-        )
-
-    if runtime.checkpointer.has_committed():
-        runtime.state.load_initial_weights = load
-    else:
-        load()
+    started = clock.now()
+    attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
+    ranks, adapters = Ranks(runtime.groups.checkpoint), adapted_linear.adapter_parameter_names(model)
+    load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}", untouched=adapters)
+    runtime.events.emit(
+        "pretrained_loaded",
+        path=str(weights.path),
+        tensors=len(weights.names),
+        t_begin=started,
+        load_s=clock.now() - started,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,11 @@ from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
 from clustertrain.train.evaluation.metrics import MetricFn
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.models import adapters
 from clustertrain.train.optim import build, param_groups, registry
 from clustertrain.train.optim.lr_schedule import unscaled_lr
-from clustertrain.train.session import evaluation_api, pretrained
+from clustertrain.train.session import adapter_setup, evaluation_api, pretrained
+from clustertrain.train.session.adapter_setup import AdapterSetup
 from clustertrain.train.session.metrics_writer import Scalar
 from clustertrain.train.session.model_setup import PreparedModel, build_train_step, prepare_model
 from clustertrain.train.session.runtime import (
@@ -76,6 +78,7 @@ class Session:
         self._options = options
         self._state = SessionState()
         self._pretrained: pretrained.PretrainedWeights | None = None
+        self._adapter: AdapterSetup | None = None
         self._prepared_model: PreparedModel | None = None
         self._runtime: SessionRuntime | None = None
 
@@ -159,6 +162,55 @@ class Session:
             self._pretrained.check()
         return model
 
+    def add_adapters(
+        self,
+        model: nn.Module,
+        target_modules: Sequence[str],
+        *,
+        kind: Literal["lora", "dora"] = "lora",
+        rank: int = 16,
+        alpha: float = 32.0,
+        rank_stabilized: bool = False,
+        dropout: float = 0.0,
+        init: str | Path = "",
+        rename: Callable[[str], str] | None = None,
+    ) -> nn.Module:
+        """Freeze ``model``, give Linear layers low-rank adapters, and return ``model``. Call it before
+        :meth:`parallelize`.
+
+        The layers keep their parameters and names; each gets the parameters ``lora_A`` (rank, in_features) and
+        ``lora_B`` (out_features, rank), and with ``"dora"`` also ``lora_magnitude_vector`` (out_features,).
+
+        Args:
+            target_modules: patterns of module names: each Linear layer that matches, or is inside a module that
+                matches, gets an adapter.
+            kind, rank, alpha, rank_stabilized, dropout: as in the recipe's ``[adapter]``.
+            init: folder of an adapter to start from, in the format of PEFT. Its values are not read if the run resumes
+                from a checkpoint.
+            rename: returns the name in PEFT's files for the name of a layer of ``model``; default: the same.
+
+        Raises:
+            ConfigError: a value is out of range; a pattern matches no Linear layer, or a fused one; the rank exceeds a
+                side of a matrix; the model has adapters already; ``init`` is an adapter of another kind or model.
+            NotFound: a file of ``init`` is missing.
+            UsageError: :meth:`parallelize` was called before.
+        """
+        if self._prepared_model is not None:
+            raise UsageError(
+                "session.add_adapters: the model is parallelized already", fix="call it before session.parallelize"
+            )
+        spec = adapters.build_spec(
+            kind=kind,
+            rank=rank,
+            alpha=alpha,
+            rank_stabilized=rank_stabilized,
+            dropout=dropout,
+            target_modules=target_modules,
+            init=str(init),
+        )
+        self._adapter = adapter_setup.add(model, spec, get_runtime(self).seed, rename)
+        return model
+
     def parallelize(
         self,
         model: nn.Module,
@@ -182,12 +234,14 @@ class Session:
                 counted from 1; until then they are frozen, whether or not ``freeze`` matches them.
 
         Raises:
-            ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
+            ConfigError: a pattern matches nothing, nothing is left to train, the model has adapters and ``freeze`` or
+                ``unfreeze`` is given, or the layout does not fit the model.
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
         weights = self._pretrained if self._pretrained is not None and self._pretrained.model is model else None
-        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, weights)
+        adapter = self._adapter if self._adapter is not None and self._adapter.model is model else None
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, list(unfreeze), weights, adapter)
         self._state.model = self._prepared_model.model
         return self._prepared_model.model
 
