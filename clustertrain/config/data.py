@@ -15,6 +15,7 @@ BUILT_IN_DATASETS = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), 
 DIGIT_HALF_PIXELS = 32  # pixels in half a digit = tokens per passage of a pair
 
 DataKind = Literal["auto", "text", "pairs", "images", "tokens", "chat", "custom"]
+AttentionScope = Literal["sample", "document"]
 
 
 class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +72,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pack: bool = False
     """Tokens and chat only. Put whole documents or conversations into each sample and pad the rest. ``false``: cut
     samples from the stream of all tokens; for chat, one conversation per sample."""
+    attention: AttentionScope = "sample"
+    """What each token of a packed sample attends to. ``"sample"``: all earlier tokens of the sample. ``"document"``: the
+    earlier tokens of its own document or conversation, with rotary positions that start at 0 in each one. ``pack``
+    only."""
     max_bytes: int = 64 * 1024 * 1024
     """Most bytes to read of text and pairs. Unused for other kinds."""
     image_size: int = 32

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from clustertrain.errors import ConfigError
+from clustertrain.train.core.step_types import DOCUMENT_STARTS
 
 FINITE_CHECK_BATCHES = 4  # micro-batches per reader checked at the start of a run; later the loss shows NaN and Inf
 MAX_LISTED, MAX_DESCRIBED = 64, 4  # samples listed by number, and described, per step
@@ -80,7 +81,7 @@ class SampleChecker:
                     f"model's max_seq_len = {limits.max_seq_len}",
                     fix="shorten the samples, or raise max_seq_len if the model supports it",
                 )
-            if limits.vocab_size is not None:
+            if limits.vocab_size is not None and name != f"inputs[{DOCUMENT_STARTS!r}]":
                 _check_range(name, tensor, limits.vocab_size, limits.names[0], keys, dataset)
 
     def _check_targets(self, target: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
