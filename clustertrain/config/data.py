@@ -73,9 +73,9 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Tokens and chat only. Put whole documents or conversations into each sample and pad the rest. ``false``: cut
     samples from the stream of all tokens; for chat, one conversation per sample."""
     attention: AttentionScope = "sample"
-    """What each token of a packed sample attends to. ``"sample"``: all earlier tokens of the sample. ``"document"``: the
-    earlier tokens of its own document or conversation, with rotary positions that start at 0 in each one. ``pack``
-    only."""
+    """Which tokens of a packed sample a token attends to. ``"sample"``: all earlier ones. ``"document"``: the earlier
+    ones of its own document or conversation, with rotary positions that start at 0 in each. Needs ``pack``; a dataset
+    of ``entry`` says where its documents start."""
     max_bytes: int = 64 * 1024 * 1024
     """Most bytes to read of text and pairs. Unused for other kinds."""
     image_size: int = 32

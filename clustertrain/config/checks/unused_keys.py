@@ -167,7 +167,7 @@ _SEQUENCE_DATA = KeyCondition(
     'set data.kind = "text", "tokens", "chat" or "pairs"',
 )
 _PACKED = KeyCondition(
-    lambda recipe: recipe.data.pack,
+    lambda recipe: recipe.data.pack or recipe.data_kind == "custom",
     lambda recipe: "data.pack = false",
     "set data.pack = true",
 )
@@ -237,7 +237,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("data.max_bytes", _RESIZABLE_DATA),
     ("data.seq_len", _SEQUENCE_DATA),
     ("data.pack", _when_data("tokens", "chat")),
-    ("data.attention", _when_data("tokens", "chat")),
+    ("data.attention", _when_data("tokens", "chat", "custom")),
     ("data.attention", _PACKED),
     ("data.tokenizer", _TOKENIZER),
     ("data.chat_template", _when_data("chat")),

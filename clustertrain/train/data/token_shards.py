@@ -250,7 +250,7 @@ class PackedTokens:
     Each target is the next token of the same document, or ignored if it is not an answer in a corpus that marks these.
     Remaining positions are padded with token 0 and ignored targets.
 
-    With ``gives_starts``, the inputs are ``{"tokens": ..., "document_starts": ...}``, where ``document_starts`` (seq_len,)
+    With ``gives_starts``, the inputs are ``{"tokens": ..., "document_starts": ...}``: ``document_starts`` (seq_len,)
     int64 is the position in the sample of the first token of each token's document. Each part of a document that was
     split counts as a document, and so does the padding.
     """
@@ -372,9 +372,7 @@ def _build_packed(
     version = f"{corpus.version}, {'packed by' if spec.pack else 'singly in'} {spec.seq_len}" + (
         f", validation {spec.validation:g}" if spec.validation else ""
     )
-    packed = PackedTokens(
-        corpus, packing, ignore_index, version, cut, gives_starts=spec.attention == "document"
-    )
+    packed = PackedTokens(corpus, packing, ignore_index, version, cut, gives_starts=spec.attention == "document")
     if not len(packed):
         raise ConfigError(f"{corpus.name}: no document has two tokens or more", fix="add text")
     return packed

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from clustertrain.config.train import AttentionBackend
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import divisibility, document_masks, dropout
@@ -35,6 +36,7 @@ class SelfAttention(nn.Module):
         self.rank = 0
         self.ring = False
         self.prefers_cudnn = False
+        self.backend: AttentionBackend = "auto"
         self.flex: FlexKernel | None = None
         """The kernel for document masks; None: scaled-dot-product attention with a mask of all positions."""
 
@@ -86,20 +88,20 @@ class SelfAttention(nn.Module):
         if mask is not None:
             return self._attend_in_documents(q, k, v, mask)
         if self.mesh is None:
-            return _attend(q, k, v, causal=self.causal)
+            return self._attend(q, k, v, causal=self.causal)
         if self.ring:
             return _ring_attention(q, k, v, self.mesh, causal=self.causal)
         k, v = _all_gather_kv(torch.stack((k, v)), self.mesh).unbind()
         if not self.causal:
-            return _attend(q, k, v)
+            return self._attend(q, k, v)
         length = q.shape[2]
         kv_length = self.first_position(length) + length
         k, v = k[:, :, :kv_length], v[:, :, :kv_length]
         if self.rank == 0:
-            return _attend(q, k, v, causal=True)
+            return self._attend(q, k, v, causal=True)
         # is_causal aligns the diagonal of a non-square mask with the upper left corner.
         mask = torch.ones(length, kv_length, dtype=torch.bool, device=q.device).tril(kv_length - length)
-        return _attend(q, k, v, mask=mask, prefers_cudnn=self.prefers_cudnn)
+        return self._attend(q, k, v, mask=mask)
 
     def _attend_in_documents(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
@@ -112,33 +114,34 @@ class SelfAttention(nn.Module):
             out: torch.Tensor = self.flex.attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
             return out
         assert isinstance(mask, torch.Tensor)
-        return _attend(q, k, v, mask=mask, prefers_cudnn=self.prefers_cudnn)
+        return self._attend(q, k, v, mask=mask)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """Attend with a fused kernel: plain products would keep scores of the length squared.
+
+        torch 2.13 has kernels for grouped heads on GPUs for 16 bits only, and with a mask only cuDNN's. Where it does
+        not prefer that, it takes plain products. For the memory-efficient kernel, keys and values are repeated for each
+        query head.
+        """
+        has_no_kernel = q.dtype == torch.float32 or (mask is not None and not self.prefers_cudnn)
+        if self.backend != "auto":
+            has_no_kernel = self.backend == "efficient"
+        if q.is_cuda and q.shape[1] != k.shape[1] and has_no_kernel:
+            k, v = _repeat_heads(q, k, v)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    prefers_cudnn: bool = False,
-) -> torch.Tensor:
-    """Attend with a fused kernel: plain products would keep scores of the length squared.
-
-    torch 2.13 has kernels for grouped heads on GPUs for 16 bits only, and with a mask only cuDNN's. Where it does not
-    prefer that, it takes plain products. For the memory-efficient kernel, keys and values are repeated for each query
-    head.
-    """
-    has_no_kernel = q.dtype == torch.float32 or (mask is not None and not prefers_cudnn)
-    if q.is_cuda and q.shape[1] != k.shape[1] and has_no_kernel:
-        k, v = _repeat_heads(q, k, v)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
-def _prefers_cudnn(device: torch.device) -> bool:
+def prefers_cudnn(device: torch.device) -> bool:
     """Return whether torch tries cuDNN's attention before the others, as its ``check_prefer_cudnn_attention`` does.
 
     On Hopper and Blackwell of data centers, with a cuDNN newer than 9.15.0 (pytorch issue 169849), which torch's wheels
@@ -208,11 +211,9 @@ def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None
     ring = context.parallel.context_parallel_method == "ring"
     if ring:
         _enable_ring()
-    prefers_cudnn = _prefers_cudnn(context.device)
     for module in model_part.modules():
         if isinstance(module, SelfAttention):
             module.mesh, module.ring, module.rank = mesh, ring, mesh.get_local_rank()
-            module.prefers_cudnn = prefers_cudnn
 
 
 def _enable_ring() -> None:

@@ -1,8 +1,8 @@
 """Masks that keep the attention of packed samples inside each document.
 
-A sample's documents are described by ``document_starts`` (batch, length) int64: for each position, the position in the
-sample of the first token of its document. Documents are contiguous, so query i sees the keys from ``document_starts[i]``
-to i. The starts of a chunk of queries therefore suffice, whichever rank holds the keys.
+``document_starts`` (batch, length) int64 gives for each token the position in the sample of the first token of its
+document. Documents are contiguous, so query i sees the keys from ``document_starts[i]`` to i. The starts of a chunk of
+queries therefore suffice, whichever rank holds the keys.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ AttentionMask: TypeAlias = "torch.Tensor | BlockMask"
 class FlexKernel:
     """torch's ``flex_attention`` and the function that builds its masks, compiled on GPUs.
 
-    Uncompiled, it computes all scores in fp32, which serves tests only. One object is shared by all layers, so that they
-    share the compiled kernel.
+    Uncompiled, it computes all scores in fp32, which serves tests only. All layers share one object, and so one
+    compiled kernel.
     """
 
     def __init__(self, *, compiled: bool) -> None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        self.attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
-        # Uncompiled, it would first build the mask of all positions.
-        self._create_block_mask: Callable[..., Any] = (
-            torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
-        )
+        self.attend: Callable[..., Any] = flex_attention
+        self._create_block_mask: Callable[..., Any] = create_block_mask
+        if compiled:
+            self.attend = torch.compile(flex_attention, dynamic=False)
+            # Uncompiled, it would first build the mask of all positions.
+            self._create_block_mask = torch.compile(create_block_mask, dynamic=False)
 
     def build_mask(self, document_starts: torch.Tensor, first: int) -> BlockMask:
         """Return the mask of queries from position ``first`` on; arguments as for :func:`build_dense_mask`."""

@@ -14,7 +14,7 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, to_local_shard
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed import block_transforms, data_parallel, dropout, tied_weights
+from clustertrain.train.distributed import attention_kernels, block_transforms, data_parallel, dropout, tied_weights
 from clustertrain.train.distributed.mesh import ProcessGroups
 
 
@@ -60,6 +60,7 @@ def parallelize(
             tensor_parallel.apply(model_part, context, tensor_mesh)
         if groups.cp_mesh is not None:
             context_parallel.apply(model_part, context, groups.cp_mesh)
+        attention_kernels.configure(model_part, context)
         dropout.configure(model_part, context, seed)
         block_transforms.apply(model_part, context)
         if layout.is_fully_sharded and data_mesh is not None:

@@ -268,13 +268,12 @@ class Decoder(nn.Module):
 
     def _prepare_documents(self, document_starts: torch.Tensor, x: torch.Tensor) -> DocumentAttention | None:
         """Return the mask and tables for hidden states ``x``; None in a stage without layers."""
-        first_layer = next(iter(self.layers.values()), None)
-        if first_layer is None:
-            return None
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        prepared: DocumentAttention = first_layer.attention.prepare_documents(document_starts, dtype)
-        return prepared
+        for layer in self.layers.values():
+            assert isinstance(layer, TransformerBlock)
+            return layer.attention.prepare_documents(document_starts, dtype)
+        return None
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Initialize the full parameter ``name``."""
