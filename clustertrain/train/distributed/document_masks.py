@@ -18,6 +18,25 @@ if TYPE_CHECKING:
 AttentionMask: TypeAlias = "torch.Tensor | BlockMask"
 
 
+class DocumentAttention:
+    """What all layers share to attend inside the documents of packed samples.
+
+    Not a tuple or dataclass: ``fully_shard`` would cast the tables to 16 bits on their way into a layer.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, mask: AttentionMask) -> None:
+        """Store the mask, and the rotary tables of each token's position in its document.
+
+        Args:
+            cos: (batch, 1, length, head_dim / 2) in fp32; ``sin`` likewise.
+        """
+        self.cos, self.sin, self.mask = cos, sin, mask
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.cos, self.sin, self.mask) if isinstance(t, torch.Tensor)]
+
+
 class FlexKernel:
     """torch's ``flex_attention`` and the function that builds its masks, compiled on GPUs.
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from clustertrain.config.model import Activation, ModelSpec, RopeScalingSpec
 from clustertrain.train.distributed.context_parallel import SelfAttention
-from clustertrain.train.distributed.document_masks import AttentionMask
+from clustertrain.train.distributed.document_masks import DocumentAttention
 from clustertrain.train.distributed.dropout import Dropout
 
 
@@ -71,19 +71,6 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 def build_norm(spec: ModelSpec, size: int) -> nn.RMSNorm:
     return (OffsetRMSNorm if spec.norm_offset else nn.RMSNorm)(size, eps=spec.norm_eps)
-
-
-class DocumentAttention:
-    """What every layer needs to attend inside the documents of packed samples.
-
-    Not a tuple or dataclass: ``fully_shard`` would cast the tables to 16 bits on their way into a layer.
-    """
-
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, mask: AttentionMask) -> None:
-        """Args:
-        cos, sin: of each token's position in its document, (batch, 1, length, head_dim / 2) in fp32.
-        """
-        self.cos, self.sin, self.mask = cos, sin, mask
 
 
 class Attention(nn.Module):

@@ -29,6 +29,11 @@ class DocumentText:
         return {"tokens": tokens, "document_starts": starts}, targets
 
 
+def build(seq_len: int, max_bytes: int) -> DocumentText:
+    """Return the data; the entry of a recipe."""
+    return DocumentText(DataSpec(seq_len=seq_len, max_bytes=max_bytes))
+
+
 def document_spans(i: int, length: int) -> list[tuple[int, int]]:
     """Return (start, end) of each document of sample ``i``."""
     spans, start = [], 0
