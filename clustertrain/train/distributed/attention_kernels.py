@@ -21,7 +21,7 @@ _BACKENDS: dict[AttentionBackend, SDPBackend] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_NO_KERNEL = "no available kernel"  # torch 2.13, sdp_utils.cpp
+_NO_KERNEL = ("no available kernel", "no viable backend")  # torch 2.13, sdp_utils.cpp and attention.cpp
 
 
 def force_backend(context: RankContext) -> AbstractContextManager[Any]:
@@ -32,7 +32,7 @@ def force_backend(context: RankContext) -> AbstractContextManager[Any]:
 
 def explain_missing_kernel(error: BaseException, context: RankContext) -> None:
     """Add to torch's error about a missing kernel which key left it without one; ignore other errors."""
-    if context.attention_backend != "auto" and _NO_KERNEL in str(error).lower():
+    if context.attention_backend != "auto" and any(text in str(error).lower() for text in _NO_KERNEL):
         error.add_note(
             f'train.attention_backend = "{context.attention_backend}" cannot compute this attention; the '
             'warnings above say why\n  fix: use another backend, or "auto"'
