@@ -41,7 +41,7 @@ class AttentionChoice(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, recipe: Recipe) -> AttentionChoice:
         return cls(
             backend=recipe.train.attention_backend,
-            in_documents=recipe.data.attention == "document",
+            in_documents=recipe.attends_in_documents,
             head_dim=recipe.model.head_size if recipe.model.is_decoder else 0,
         )
 
@@ -78,7 +78,7 @@ def choose_document_kernel(
 
 def check_attention(recipe: Recipe, precision: Precision, layout: Layout, device: str, gpu: GpuType | None) -> None:
     """Raise ConfigError if attention cannot run on the device with the requested backend, masks and layout."""
-    backend, in_documents = recipe.train.attention_backend, recipe.data.attention == "document"
+    backend, in_documents = recipe.train.attention_backend, recipe.attends_in_documents
     is_ring = layout.cp > 1 and recipe.parallel.context_parallel_method == "ring"
     is_gathered = layout.cp > 1 and not is_ring
     if in_documents and is_ring:

@@ -372,7 +372,9 @@ def _build_packed(
     version = f"{corpus.version}, {'packed by' if spec.pack else 'singly in'} {spec.seq_len}" + (
         f", validation {spec.validation:g}" if spec.validation else ""
     )
-    packed = PackedTokens(corpus, packing, ignore_index, version, cut, gives_starts=spec.attention == "document")
+    packed = PackedTokens(
+        corpus, packing, ignore_index, version, cut, gives_starts=spec.pack and spec.attention == "document"
+    )
     if not len(packed):
         raise ConfigError(f"{corpus.name}: no document has two tokens or more", fix="add text")
     return packed

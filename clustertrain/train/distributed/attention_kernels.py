@@ -51,7 +51,7 @@ def configure(model_part: nn.Module, context: RankContext) -> None:
 
 def find_document_kernel(recipe: Recipe, context: RankContext) -> DocumentKernel | None:
     """Return the kernel for masks of documents on this rank's device; None without ``data.attention = "document"``."""
-    if recipe.data.attention != "document":
+    if not recipe.attends_in_documents:
         return None
     from torch.utils._triton import has_triton
 

@@ -61,7 +61,7 @@ def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
 
 def check_document_attention(recipe: Recipe, module: nn.Module) -> None:
     """Raise ConfigError if ``recipe`` masks documents and ``module`` would not know where they start."""
-    if recipe.data.attention != "document" or step_types.accepts_document_starts(module):
+    if not recipe.attends_in_documents or step_types.accepts_document_starts(module):
         return
     raise ConfigError(
         f'data.attention = "document": forward() of {type(module).__name__} has no argument '
