@@ -15,6 +15,7 @@ BUILT_IN_DATASETS = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), 
 DIGIT_HALF_PIXELS = 32  # pixels in half a digit = tokens per passage of a pair
 
 DataKind = Literal["auto", "text", "pairs", "images", "tokens", "chat", "custom"]
+AttentionScope = Literal["sample", "document"]
 
 
 class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +72,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pack: bool = False
     """Tokens and chat only. Put whole documents or conversations into each sample and pad the rest. ``false``: cut
     samples from the stream of all tokens; for chat, one conversation per sample."""
+    attention: AttentionScope = "sample"
+    """Which tokens of a packed sample a token attends to. ``"sample"``: all earlier ones. ``"document"``: the earlier
+    ones of its own document or conversation, with rotary positions that start at 0 in each. Needs ``pack``; a dataset
+    of ``entry`` says where its documents start."""
     max_bytes: int = 64 * 1024 * 1024
     """Most bytes to read of text and pairs. Unused for other kinds."""
     image_size: int = 32

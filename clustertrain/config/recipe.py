@@ -119,6 +119,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.data_kind in ("text", "tokens", "chat", "pairs")
 
     @property
+    def attends_in_documents(self) -> bool:
+        """Attention stays inside the documents of packed samples."""
+        is_packed = self.data.pack and self.data_kind in ("tokens", "chat")
+        return self.data.attention == "document" and (is_packed or self.data_kind == "custom")
+
+    @property
     def objective_kind(self) -> ObjectiveKind:
         """The loss function, with ``"auto"`` resolved. Unused if a model entry computes its loss itself."""
         if self.objective.kind != "auto":

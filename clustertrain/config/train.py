@@ -10,6 +10,7 @@ import msgspec
 from clustertrain.config.checks.ranges import check_positive, check_range
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
+AttentionBackend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 
 
 class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,6 +31,10 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Steps between metric rows that are printed and that include memory figures."""
     deterministic: bool = False
     """Use deterministic, slower algorithms, which give the same bits in every run. For debugging."""
+    attention_backend: AttentionBackend = "auto"
+    """The only kernel that torch's scaled-dot-product attention may use: ``"math"`` (plain matrix products),
+    ``"flash"``, ``"efficient"`` or ``"cudnn"``. ``"auto"``: torch's choice. For debugging; one that cannot run is
+    refused."""
     profile: str = ""
     """Steps to profile on rank 0, as ``"first:end"``: ``"10:20"`` profiles steps 10 to 19. Empty: none."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from clustertrain.plan import checks
+from clustertrain.plan import attention, checks
 from clustertrain.plan.batch import check_divides
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.decision import Explanation, PlanDecision, RejectedLayout
@@ -47,6 +47,7 @@ def split_model(request: PlanRequest) -> ModelSplit:
     layout = request.build_layout(strategy or "ddp")
     batch, _ = request.split_and_estimate(layout)
     checks.check_device(request.precision, request.spec.recipe.parallel, layout, request.device, request.gpu)
+    attention.check_attention(request.spec.recipe, request.precision, layout, request.device, request.gpu)
     return ModelSplit(layout, batch, request.precision)
 
 

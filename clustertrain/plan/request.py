@@ -10,6 +10,7 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import presets
 from clustertrain.plan import checks, non_decoder, optimizer_checks, pipeline_schedules
+from clustertrain.plan.attention import AttentionChoice
 from clustertrain.plan.batch import DEFAULT_GLOBAL_BATCH, check_divides, default_global_batch, split_batch
 from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model
 from clustertrain.plan.cost.activations import PassConfig
@@ -59,6 +60,8 @@ class PlanRequest:
             optimizer_checks.check_modules(spec.recipe.optim, optimizer_checks.list_modules(model))
         framework = frameworks.with_compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
         framework = replace(framework, whole_logits=spec.recipe.objective.label_smoothing > 0)
+        if self.attention.backend == "math":
+            framework = replace(framework, plain_attention=True)
         self.framework = (
             frameworks.with_optimizer(framework, spec.recipe.optim, self.optimizer_state)
             if self.optimizer_state is not None
@@ -77,6 +80,10 @@ class PlanRequest:
         replicate = job.dp_replicate or dp_ranks // job.dp_shard
         strategy: Strategy = "ddp" if shard == 1 else "fsdp" if replicate == 1 else "hybrid-shard"
         return strategy, f"{strategy}: follows from --dp-replicate and --dp-shard for {dp_ranks} data-parallel ranks"
+
+    @property
+    def attention(self) -> AttentionChoice:
+        return AttentionChoice.of(self.spec.recipe)
 
     @property
     def tp(self) -> int:
@@ -182,6 +189,7 @@ class PlanRequest:
             framework=self.framework,
             limit_gib=self.limit_gib,
             constraints=constraints,
+            attention=self.attention,
         )
 
     def build_pass_config(self, layout: Layout, micro_batch: int) -> PassConfig:
@@ -195,6 +203,8 @@ class PlanRequest:
             autocast=is_half and not layout.is_fully_sharded,
             device=self.device,
             parallel=self.spec.recipe.parallel,
+            has_document_mask=self.attention.has_dense_mask(layout, self.device),
+            is_attention_plain=self.attention.backend == "math",
         )
 
     def resolve_global_batch(self, layout: Layout) -> int:

@@ -192,6 +192,8 @@ class DataDescribed(Event, frozen=True, kw_only=True):
     """Conversations whose end is missing, because they are longer than a sample."""
     left_out: int | None = None
     """Conversations of which no answer would be left."""
+    attention: str | None = None
+    """Kernel that keeps attention inside documents, with the reason; null: tokens attend to the whole sample."""
 
 
 class FirstStep(Event, frozen=True, kw_only=True):

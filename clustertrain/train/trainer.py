@@ -15,6 +15,7 @@ from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.distributed import attention_kernels
 from clustertrain.train.evaluation.best_metric import LOSS_METRIC
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.models.build import TrainingTask, build_task, find_model_loss
@@ -74,7 +75,13 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     if training_task.left_eval_mode:
         report_eval_mode(runtime, training_task.left_eval_mode, switched=True)
     if runtime.is_main:
-        describe.report_datasets(training_task.dataset, training_task.validation, runtime.events.emit)
+        kernel = attention_kernels.find_document_kernel(recipe, runtime.context)
+        describe.report_datasets(
+            training_task.dataset,
+            training_task.validation,
+            runtime.events.emit,
+            kernel.describe() if kernel is not None else None,
+        )
     return Trainer(
         session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.from_spec(recipe.optim)
     )

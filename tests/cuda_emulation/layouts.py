@@ -20,6 +20,12 @@ class Case:
 _DDP = Layout(strategy="ddp", dp_replicate=2)
 _FSDP = Layout(strategy="fsdp", dp_shard=2)
 _TP = Layout(tp=2, sequence_parallel=True)
+_DOCUMENTS = {
+    "kind": "custom",
+    "attention": "document",
+    "entry": "tests.harness.parity.documents:build",
+    "args": {"seq_len": 16, "max_bytes": 100_000},
+}
 _FOUR_LAYERS = {"model": {"layers": 4}}
 
 CASES: Mapping[str, Case] = {
@@ -60,6 +66,9 @@ CASES: Mapping[str, Case] = {
     "fsdp-offload": Case(Layout(strategy="fsdp", dp_shard=2, offload=True), {"parallel": {"offload": True}}),
     "ddp-activation-offload": Case(_DDP, {"parallel": {"activation_offload": True}}),
     "fsdp-activation-offload": Case(_FSDP, {"precision": "bf16", "parallel": {"activation_offload": True}}),
+    "ddp-documents-activation-offload": Case(_DDP, {"data": _DOCUMENTS, "parallel": {"activation_offload": True}}),
+    "fsdp-documents": Case(_FSDP, {"data": _DOCUMENTS, "precision": "bf16"}),
+    "cp-documents": Case(Layout(cp=2), {"data": _DOCUMENTS}),
     "ddp-layer-stats": Case(_DDP, {"tables": {"stability": {"layer_stats_every": 1}}}),
     "tp-layer-stats": Case(_TP, {"tables": {"stability": {"layer_stats_every": 1}}}),
     "ddp-sgd": Case(_DDP, {"tables": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}}),
@@ -72,7 +81,11 @@ CASES: Mapping[str, Case] = {
     "tp-muon": Case(_TP, {"tables": {"optim": {"name": "muon"}}}),
     "zero1-muon": Case(Layout(strategy="zero1", dp_replicate=2, zero1=True), {"tables": {"optim": {"name": "muon"}}}),
 }
-NOT_ON_CPU = frozenset({"fsdp-offload", "ddp-activation-offload", "fsdp-activation-offload"})
+NOT_ON_CPU = frozenset(
+    {"fsdp-offload", "ddp-activation-offload", "fsdp-activation-offload", "ddp-documents-activation-offload"}
+)
 """Cases that need a GPU's own memory, and so have nothing to compare with."""
-COVERING = frozenset({"zero1", "fsdp", "hsdp", "fsdp+tp", "cp", "pp-1f1b", "fsdp-offload", "ddp-fp16", "fsdp-sgd"})
+COVERING = frozenset(
+    {"zero1", "fsdp", "hsdp", "fsdp+tp", "cp", "pp-1f1b", "fsdp-offload", "ddp-fp16", "fsdp-sgd", "cp-documents"}
+)
 """What ``make test`` runs; ``make cuda-emulated`` runs all."""

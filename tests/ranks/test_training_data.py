@@ -12,6 +12,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.data.tokenize import tokenize_bytes, write
+from tests.layouts import PP
 from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 from tests.tiny_tokenizer import VOCAB_SIZE, chat, write_rows, write_tokenizer
 
@@ -124,6 +125,27 @@ def test_packed_documents_match_one_process_and_resume(tmp_path: Path) -> None:
     write_plan(run, "ddp", 4, micro_batch=1)
     second = Ranks(run, 4, 2).expect(0)
     assert_close(list({**first.losses(), **second.losses()}.values()), expected)
+
+
+def test_documents_of_pipeline_stages_match_one_process_and_resume_exactly(tmp_path: Path) -> None:
+    """The last stage gets the starts of the documents too, in training and evaluation."""
+    data = {"kind": "tokens", "path": str(shards(tmp_path / "shards")), "pack": True, "attention": "document"}
+    options: dict[str, Any] = {"steps": 6, "every": 3, "data": {**data, "seq_len": 48, "validation": 0.3}}
+    options["tables"] = {"evaluation": {"every": 3}}
+    single = Ranks(make_run(tmp_path / "whole", "ddp", 1, **options, micro_batch=16), 1).expect(0)
+    assert "a mask of all positions" in single.events("data_described")[0]["attention"]
+    whole = Ranks(make_run(tmp_path / "stages", PP, 2, **options, micro_batch=4), 2).expect(0)
+    assert_close(list(whole.losses().values()), list(single.losses().values()))
+
+    def evaluated(ranks: Ranks) -> dict[int, float]:
+        return {r["step"]: r["validation_loss"] for r in ranks.rows() if "validation_loss" in r}
+
+    assert evaluated(whole) == pytest.approx(evaluated(single), rel=LOSS) and len(evaluated(whole)) == 2
+    run = make_run(tmp_path / "parts", PP, 2, **options, micro_batch=4)
+    first = Ranks(run, 2, 1, setup=touch_stop_at, args=(2,)).expect(0)
+    second = Ranks(run, 2, 2).expect(0)
+    assert 2 <= max(first.losses()) < 6
+    assert {**first.losses(), **second.losses()} == whole.losses()
 
 
 def test_answers_of_conversations_match_one_process_and_resume(tmp_path: Path) -> None:

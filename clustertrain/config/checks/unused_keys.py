@@ -166,6 +166,11 @@ _SEQUENCE_DATA = KeyCondition(
     lambda recipe: f"data.kind = {format_value(recipe.data_kind)}",
     'set data.kind = "text", "tokens", "chat" or "pairs"',
 )
+_PACKED = KeyCondition(
+    lambda recipe: recipe.data.pack or recipe.data_kind == "custom",
+    lambda recipe: "data.pack = false",
+    "set data.pack = true",
+)
 _TOKENIZER = KeyCondition(
     lambda recipe: recipe.data_kind == "chat",
     lambda recipe: f"data.kind = {format_value(recipe.data_kind)}",
@@ -232,6 +237,8 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("data.max_bytes", _RESIZABLE_DATA),
     ("data.seq_len", _SEQUENCE_DATA),
     ("data.pack", _when_data("tokens", "chat")),
+    ("data.attention", _when_data("tokens", "chat", "custom")),
+    ("data.attention", _PACKED),
     ("data.tokenizer", _TOKENIZER),
     ("data.chat_template", _when_data("chat")),
     ("data.image_size", _when_data("images")),

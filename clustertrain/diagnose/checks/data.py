@@ -16,6 +16,7 @@ from clustertrain.diagnose.checks.answers import AnswerFindings, check_answers
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict, worst_verdict
 from clustertrain.diagnose.subject import Subject, infer_num_classes, model_output, to_device
+from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import permutation
 from clustertrain.train.data.describe import find_document_lengths, find_padding_fraction, format_documents
 from clustertrain.train.data.sample_checks import format_samples
@@ -124,8 +125,13 @@ def add_sample(stats: SampleStats, index: int, sample: Any) -> None:
 
 
 def _split_pair(sample: Any) -> tuple[Any, Any]:
-    """Return (inputs, target); the target is None if ``sample`` is not a pair."""
-    return (sample[0], sample[1]) if isinstance(sample, (tuple, list)) and len(sample) == 2 else (sample, None)
+    """Return (inputs, target) without the starts of documents; the target is None if ``sample`` is not a pair."""
+    inputs, target = (
+        (sample[0], sample[1]) if isinstance(sample, (tuple, list)) and len(sample) == 2 else (sample, None)
+    )
+    if isinstance(inputs, dict):
+        inputs = {name: value for name, value in inputs.items() if name != DOCUMENT_STARTS}
+    return inputs, target
 
 
 def _as_tensors(value: Any) -> list[torch.Tensor]:
@@ -233,7 +239,8 @@ def _assess_alignment(
         sample = dataset[i]
         if not (isinstance(sample, (tuple, list)) and len(sample) == 2):
             return [], {}
-        pairs.append((_as_tensors(sample[0]), _as_tensors(sample[1])))
+        inputs, target = _split_pair(sample)
+        pairs.append((_as_tensors(inputs), _as_tensors(target)))
         on_progress(MAX_SAMPLES + i + 1, MAX_SAMPLES + CONTIGUOUS_SAMPLES)
     if any(len(a) != 1 or len(b) != 1 for a, b in pairs) or len({(a[0].shape, b[0].shape) for a, b in pairs}) > 1:
         return [], {}

@@ -35,6 +35,10 @@ class PassConfig:
     parameters themselves are cast (FSDP's mixed precision)."""
     device: str = "cpu"
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    has_document_mask: bool = False
+    """Attention takes a mask of all pairs of positions, which the layers of a pipeline stage share."""
+    is_attention_plain: bool = False
+    """Attention is plain matrix products, which keep the scores in fp32."""
 
     @property
     def compute_bytes(self) -> int:
@@ -179,15 +183,16 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     linear_inputs = (5 if config.autocast else 2) * model.dim / (sp_degree if framework.regathers else 1)
     is_gathered = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
     is_built_in_on_gpu = framework.is_built_in and not cpu
-    repeats_kv = framework.repeats_kv or (is_built_in_on_gpu and config.compute_bytes == 4)
+    repeats_kv = framework.repeats_kv or (
+        is_built_in_on_gpu and (config.compute_bytes == 4 or config.has_document_mask)
+    )
     kv = model.attention_dim if repeats_kv else model.kv_dim
     if framework.keeps_fp8 and config.precision == "fp8":  # also attention's output and the last product
         linear_inputs = linear_inputs / 2 - (model.attention_dim + model.hidden) / (2 * tp)
     copies = cpu or (is_built_in_on_gpu and config.compute_bytes == 2)
     attention = (3 if copies else 2) * model.attention_dim + 2 * kv * (layout.cp if is_gathered else 1)
-    sharded_elements = (attention + _feed_forward_elements(model, framework)) / tp + (
-        config.seq_len / config.micro_batch if is_gathered else 0
-    )
+    own_mask = config.seq_len / config.micro_batch if is_gathered and not config.has_document_mask else 0
+    sharded_elements = (attention + _feed_forward_elements(model, framework)) / tp + own_mask
     statistics = 4 * (model.heads / tp + 2 / sp_degree) + _score_bytes(model, config, framework) / tp
     kept = dtype_bytes * (linear_inputs + sharded_elements) + statistics
     return 2 * (norm + mask) / sp_degree + head_norms / tp + kept
@@ -204,6 +209,8 @@ def _score_bytes(model: DecoderShape, config: PassConfig, framework: Framework) 
 
     The softmax's output and, with dropout, its mask and output (arXiv 2205.05198, section 4.1).
     """
+    if config.is_attention_plain:  # the built-in decoder has no dropout here
+        return model.heads * config.seq_len * 4.0
     if not framework.plain_attention:
         return 0.0
     return model.heads * config.seq_len * (5.0 if model.dropout else 2.0)
@@ -262,6 +269,8 @@ def saved_bytes(
     sp_degree = layout.tp if layout.sequence_parallel else 1
     blocks = min(1, stage.blocks) if config.parallel.activation_offload else stage.blocks
     kept_bytes = blocks * saved_block_bytes(model, config, layout, framework)
+    if config.has_document_mask and stage.blocks:
+        kept_bytes += layout.virtual_stages * config.compute_bytes * config.seq_len
     if stage.embedding and model.dropout:
         kept_bytes += model.dim * (config.residual_bytes if cpu else 1) / sp_degree
     if stage.head:

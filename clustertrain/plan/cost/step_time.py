@@ -72,7 +72,7 @@ def estimate_compute(
     tokens = config.micro_batch * config.seq_len / layout.cp
     sp_degree = layout.tp if layout.sequence_parallel else 1
     # With gathered keys and values attention uses an explicit mask and computes its hidden half too.
-    is_masked = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
+    is_masked = config.has_document_mask or (layout.cp > 1 and config.parallel.context_parallel_method == "all-gather")
     return ComputeTime(
         compute.block_s(model, tokens, config.seq_len, layout.tp, sp_degree, framework, rates, c, is_masked=is_masked),
         sum(compute.head_s(model, tokens, layout.tp, rates, c)),

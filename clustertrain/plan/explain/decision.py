@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from clustertrain.config import hardware
 from clustertrain.config.parsing import presets
-from clustertrain.plan import checks, non_decoder, optimizer_checks, pipeline_schedules
+from clustertrain.plan import attention, checks, non_decoder, optimizer_checks, pipeline_schedules
 from clustertrain.plan.cost import user_model
 from clustertrain.plan.decision import Explanation, PlanDecision
 from clustertrain.plan.explain import advice, node_crossing
@@ -102,6 +102,7 @@ def explain_layout(decision: PlanDecision) -> Explanation:
         subject = "the model of a script" if request.spec.script is not None else f"the model of {recipe.model.entry}"
         warnings += unbuilt_model_warnings(layout, subject, is_counted=request.model_stats is not None)
     warnings += checks.check_device(request.precision, recipe.parallel, layout, request.device, request.gpu)
+    attention.check_attention(recipe, request.precision, layout, request.device, request.gpu)
     if request.spec.script is None:
         warnings += channels_last_warnings(recipe)
         if recipe.objective.label_smoothing and layout.tp > 1 and recipe.parallel.loss_parallel:

@@ -9,6 +9,7 @@ from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan import lr_schedule
+from clustertrain.plan.attention import AttentionChoice, choose_document_kernel
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 from clustertrain.plan.explain.optimizer import describe_optimizer
 from clustertrain.plan.layout import Layout, pluralize
@@ -17,7 +18,7 @@ from clustertrain.printable import printable
 MAX_COMMAND_CHARS = 100
 
 
-def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize | None) -> dict[str, str]:
+def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize | None, device: str) -> dict[str, str]:
     """Return the descriptions by subject.
 
     Args:
@@ -33,6 +34,7 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
     return {
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
         **({"data": _describe_samples(recipe)} if recipe.data.pack or recipe.data_kind == "chat" else {}),
+        **_describe_attention(recipe, layout, device),
         "objective": _describe_objective(recipe),
         "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
         "schedule": _describe_schedule(recipe),
@@ -74,6 +76,16 @@ def _describe_samples(recipe: Recipe) -> str:
         f"{', of which the answers are learned' if is_chat else ''}; `clustertrain diagnose data` reports the share of "
         "padding"
     )
+
+
+def _describe_attention(recipe: Recipe, layout: Layout, device: str) -> dict[str, str]:
+    choice = AttentionChoice.of(recipe)
+    parts = [f"only torch's {choice.backend} kernel"] if choice.backend != "auto" else []
+    if choice.in_documents:
+        kernel = choose_document_kernel(choice, layout, device)
+        # How long the documents are is not read here.
+        parts += [f"within each document, by {kernel.describe()}", "predicted times are those of whole samples"]
+    return {"attention": "; ".join(parts)} if parts else {}
 
 
 def _describe_objective(recipe: Recipe) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.attention import AttentionChoice
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.cost import memory, step_time
 from clustertrain.plan.cost.activations import PassConfig
@@ -70,6 +71,7 @@ class SearchProblem:
     limit_gib: float
     """Memory that a rank may use, without the safety margin."""
     constraints: SearchConstraints = field(default_factory=SearchConstraints)
+    attention: AttentionChoice = field(default_factory=AttentionChoice)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class _PartialCandidate:
 class _Search:
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.compute_times: dict[tuple[int, int, int], ComputeTime] = {}
+        self.compute_times: dict[tuple[int, int, int, bool], ComputeTime] = {}
         self.pass_cache: PassCache = {}
         self.fastest_by_family: dict[str, float] = {}  # seconds
         self.fastest_by_tie_key: dict[tuple[object, ...], float] = {}  # seconds
@@ -340,10 +342,12 @@ class _Search:
             autocast=problem.precision in ("bf16", "fp16", "fp8") and not layout.is_fully_sharded,
             device="cuda",
             parallel=problem.parallel,
+            has_document_mask=problem.attention.has_dense_mask(layout, "cuda"),
+            is_attention_plain=problem.attention.backend == "math",
         )
 
     def _compute_time(self, layout: Layout, config: PassConfig) -> ComputeTime:
-        key = (layout.tp, layout.cp, config.micro_batch)
+        key = (layout.tp, layout.cp, config.micro_batch, config.has_document_mask)
         if key not in self.compute_times:
             problem = self.problem
             self.compute_times[key] = step_time.estimate_compute(

@@ -16,7 +16,7 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.stability import StabilitySpec
-from clustertrain.config.train import Precision
+from clustertrain.config.train import AttentionBackend, Precision
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.run_dir import AttemptDir, RunDir
@@ -47,6 +47,10 @@ class RankContext:
     @property
     def parallel(self) -> ParallelSpec:
         return self.spec.recipe.parallel if self.spec else ParallelSpec()
+
+    @property
+    def attention_backend(self) -> AttentionBackend:
+        return self.spec.recipe.train.attention_backend if self.spec else "auto"
 
     @property
     def stability(self) -> StabilitySpec:

@@ -16,6 +16,7 @@ from clustertrain.train.core.async_copy import AsyncCopy
 # Mean over the samples, or (sum, count).
 LossValue: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"
 Loss = Callable[[Any, Any], LossValue]  # of (output, target)
+DOCUMENT_STARTS = "document_starts"  # argument of a model that attends inside the documents of packed samples
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ def sole_bad_micro_batch(num_bad: float, index_sum: float, square_sum: float) ->
 def accepts_samples(model: nn.Module) -> bool:
     """Return whether ``forward`` has the argument ``samples``: each sample's position in the run, (batch,) int64."""
     return "samples" in inspect.signature(model.forward).parameters
+
+
+def accepts_document_starts(model: nn.Module) -> bool:
+    """Return whether ``forward`` has the argument ``document_starts``: (batch, length) int64."""
+    return DOCUMENT_STARTS in inspect.signature(model.forward).parameters
 
 
 def call_model(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:

@@ -172,6 +172,7 @@ def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> L
         classes=classes if targets_are_classes else None,
         max_seq_len=max_seq_len,
         ignore_index=recipe.objective.ignore_index,
+        needs_document_starts=recipe.attends_in_documents,
         names=names,
     )
 

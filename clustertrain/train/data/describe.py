@@ -29,8 +29,12 @@ class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
     largest: int
 
 
-def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
-    """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut."""
+def report_datasets(train: Any, validation: Any, emit: EmitEvent, attention: str | None = None) -> None:
+    """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut.
+
+    Args:
+        attention: how attention stays inside documents; None: it does not.
+    """
     lengths, padding = find_document_lengths(train), find_padding_fraction(train)
     cut, answer_share = find_cut_documents(train), find_answer_share(train)
     emit(
@@ -44,6 +48,7 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
         answer_share=answer_share,
         cut=cut.cut if cut is not None else None,
         left_out=cut.left_out if cut is not None else None,
+        attention=attention,
     )
     summary = [f"{len(train)} samples"]
     if validation is not None:
@@ -54,6 +59,8 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
     if cut is not None and (cut.cut or cut.left_out):
         summary.append(f"{cut.cut} conversations cut, {cut.left_out} left out")
     print("data: " + ", ".join(summary), flush=True)
+    if attention is not None:
+        print(f"attention within documents: {attention}", flush=True)
     if padding is not None and padding > PADDING_WARNING_FRACTION:
         message = f"{padding:.0%} of each sample is padding: documents do not fill data.seq_len"
         fix = "set data.seq_len to a multiple of typical document lengths"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from clustertrain.errors import ConfigError
+from clustertrain.train.core.step_types import DOCUMENT_STARTS
 
 FINITE_CHECK_BATCHES = 4  # micro-batches per reader checked at the start of a run; later the loss shows NaN and Inf
 MAX_LISTED, MAX_DESCRIBED = 64, 4  # samples listed by number, and described, per step
@@ -26,6 +27,8 @@ class Limits:
     """Maximum length of inputs (batch, length, ...) of integers."""
     ignore_index: int = -100
     """The one target value allowed outside the bounds."""
+    needs_document_starts: bool = False
+    """Whether inputs must be a dict with ``document_starts``."""
     names: tuple[str, str] = ("model.vocab_size", "the model's number of classes")
     """Recipe keys of ``vocab_size`` and ``classes``, for messages."""
 
@@ -58,6 +61,7 @@ class SampleChecker:
     def __call__(self, batch: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
         """Raise ConfigError for a bad sample, naming it, the value, the limit and a fix."""
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            self._check_document_starts(batch[0], keys, dataset)
             self._check_inputs(batch[0], keys, dataset)
             self._check_targets(batch[1], keys, dataset)
         if self._batches_checked < FINITE_CHECK_BATCHES:
@@ -80,8 +84,33 @@ class SampleChecker:
                     f"model's max_seq_len = {limits.max_seq_len}",
                     fix="shorten the samples, or raise max_seq_len if the model supports it",
                 )
-            if limits.vocab_size is not None:
+            if limits.vocab_size is not None and name != f"inputs[{DOCUMENT_STARTS!r}]":
                 _check_range(name, tensor, limits.vocab_size, limits.names[0], keys, dataset)
+
+    def _check_document_starts(self, inputs: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
+        """Raise ConfigError for a start after its own position: nothing would be left to attend to."""
+        starts = inputs.get(DOCUMENT_STARTS) if isinstance(inputs, dict) else None
+        if starts is None and self._limits.needs_document_starts:
+            raise ConfigError(
+                f'{describe_sample(dataset, keys[0][0])}: data.attention = "document", but its inputs are not a dict '
+                f"with {DOCUMENT_STARTS}",
+                fix=f'return ({{"tokens": tokens, "{DOCUMENT_STARTS}": starts}}, targets), where starts[i] is the '
+                "position in the sample of the first token of token i's document",
+            )
+        if starts is None:
+            return
+        fix = "give each token the position in the sample of the first token of its document, as int64"
+        if not isinstance(starts, torch.Tensor) or starts.dim() != 2 or starts.dtype != torch.int64:
+            raise ConfigError(
+                f"{describe_sample(dataset, keys[0][0])}: {DOCUMENT_STARTS} is not one int64 per token", fix=fix
+            )
+        is_wrong = (starts < 0) | (starts > torch.arange(starts.shape[1]))
+        for row, position in is_wrong.nonzero()[:1].tolist():
+            raise ConfigError(
+                f"{describe_sample(dataset, keys[row][0])}: {DOCUMENT_STARTS} at {position} is "
+                f"{int(starts[row, position])}: must be between 0 and {position}",
+                fix=fix,
+            )
 
     def _check_targets(self, target: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
         classes = self._limits.classes

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing.foreign_shards import LOSS_SUFFIX, load_shards
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary
 from clustertrain.errors import ConfigError
+from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.document_ends import read_document_ends
 from clustertrain.train.data.packing import CutDocuments, IntArray, Packing, cut_documents, pack, place_singly
@@ -23,6 +24,7 @@ from clustertrain.train.data.packing import CutDocuments, IntArray, Packing, cut
 _HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that are hashed for the version
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
+Inputs: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 
 
 class TokenCorpus:
@@ -246,8 +248,11 @@ class PackedTokens:
     """Samples (inputs, targets), both int64 (seq_len,), of documents packed without splitting where possible.
 
     Each target is the next token of the same document, or ignored if it is not an answer in a corpus that marks these.
-    Remaining positions are padded with token 0 and ignored targets. Attention is not masked at document boundaries:
-    tokens also attend to earlier documents of the sample.
+    Remaining positions are padded with token 0 and ignored targets.
+
+    With ``gives_starts``, the inputs are ``{"tokens": ..., "document_starts": ...}``: ``document_starts`` (seq_len,)
+    int64 is the position in the sample of the first token of each token's document. Each part of a document that was
+    split counts as a document, and so does the padding.
     """
 
     def __init__(
@@ -257,6 +262,8 @@ class PackedTokens:
         ignore_index: int,
         version: str,
         cut: CutDocuments | None = None,
+        *,
+        gives_starts: bool = False,
     ) -> None:
         """``cut`` says what became of documents that are longer than a sample; None: they were split."""
         self.corpus = corpus
@@ -264,14 +271,16 @@ class PackedTokens:
         self.cut = cut
         self.name, self.version = corpus.name, version
         self._ignore_index = ignore_index
+        self._gives_starts = gives_starts
 
     def __len__(self) -> int:
         return len(self.packing)
 
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, i: int) -> tuple[Inputs, torch.Tensor]:
         packing = self.packing
         inputs = torch.zeros(packing.size, dtype=torch.int64)
         targets = torch.full((packing.size,), self._ignore_index)
+        document_starts = torch.zeros(packing.size, dtype=torch.int64)
         offset = 0
         for chunk in range(int(packing.sample_offsets[i]), int(packing.sample_offsets[i + 1])):
             length = int(packing.lengths[chunk])
@@ -280,8 +289,10 @@ class PackedTokens:
             if self.corpus.has_answers:
                 answers = self.corpus.read_answers(int(packing.starts[chunk]) + 1, length)
                 targets[offset : offset + length][~answers] = self._ignore_index
+            document_starts[offset : offset + length] = offset
             offset += length
-        return inputs, targets
+        document_starts[offset:] = offset
+        return {"tokens": inputs, DOCUMENT_STARTS: document_starts} if self._gives_starts else inputs, targets
 
     def where(self, i: int) -> str:
         """Return the shard file and first token of sample ``i`` as text."""
@@ -361,7 +372,9 @@ def _build_packed(
     version = f"{corpus.version}, {'packed by' if spec.pack else 'singly in'} {spec.seq_len}" + (
         f", validation {spec.validation:g}" if spec.validation else ""
     )
-    packed = PackedTokens(corpus, packing, ignore_index, version, cut)
+    packed = PackedTokens(
+        corpus, packing, ignore_index, version, cut, gives_starts=spec.pack and spec.attention == "document"
+    )
     if not len(packed):
         raise ConfigError(f"{corpus.name}: no document has two tokens or more", fix="add text")
     return packed

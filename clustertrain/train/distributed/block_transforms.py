@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.compile import inductor
 from clustertrain.train.distributed.data_parallel import repeated_layers
+from clustertrain.train.distributed.document_masks import DocumentAttention
 
 aten = torch.ops.aten
 # Expensive to recompute: matmuls, convolutions and attention. Everything else is recomputed in the backward pass (the
@@ -76,16 +77,18 @@ def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def _offload_activations(unit: nn.Module) -> Callable[..., Any]:
     """Return a forward pass of ``unit`` that keeps activations in host memory until the backward pass.
 
-    Parameters stay on the device; torch's ``save_on_cpu`` would copy them as well.
+    Parameters stay on the device; torch's ``save_on_cpu`` would copy them as well. So do the mask and the tables that
+    all layers share.
     """
     forward = unit.forward
 
     def forward_with_offload(*args: Any, **kwargs: Any) -> Any:
         # Read on each call: fully_shard has just installed the gathered parameters.
-        param_ptrs = {p.untyped_storage().data_ptr() for p in unit.parameters()}
+        shared = [t for a in (*args, *kwargs.values()) if isinstance(a, DocumentAttention) for t in a.tensors]
+        kept_ptrs = {t.untyped_storage().data_ptr() for t in (*unit.parameters(), *shared)}
 
         def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-            if tensor.untyped_storage().data_ptr() in param_ptrs or tensor.numel() < MIN_OFFLOAD_NUMEL:
+            if tensor.untyped_storage().data_ptr() in kept_ptrs or tensor.numel() < MIN_OFFLOAD_NUMEL:
                 return tensor.device, tensor
             pinned = tensor.device.type == "cuda"
             host_tensor = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)

@@ -16,7 +16,14 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, to_local_shard
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed import adapted_linear, block_transforms, data_parallel, dropout, tied_weights
+from clustertrain.train.distributed import (
+    adapted_linear,
+    attention_kernels,
+    block_transforms,
+    data_parallel,
+    dropout,
+    tied_weights,
+)
 from clustertrain.train.distributed.mesh import ProcessGroups
 
 
@@ -63,6 +70,7 @@ def parallelize(
             tensor_parallel.apply(model_part, context, tensor_mesh)
         if groups.cp_mesh is not None:
             context_parallel.apply(model_part, context, groups.cp_mesh)
+        attention_kernels.configure(model_part, context)
         dropout.configure(model_part, context, seed)
         adapted_linear.pass_samples(model_part)
         block_transforms.apply(model_part, context)

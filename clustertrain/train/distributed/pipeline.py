@@ -19,7 +19,14 @@ from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES, unsupported_reason
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.core.step_types import Loss, accepts_samples, as_sum_and_count, pack_sum_count
+from clustertrain.train.core.step_types import (
+    DOCUMENT_STARTS,
+    Loss,
+    accepts_document_starts,
+    accepts_samples,
+    as_sum_and_count,
+    pack_sum_count,
+)
 from clustertrain.train.distributed import pipeline_stages, precision
 from clustertrain.train.distributed.pipeline_forward import ForwardOnlyPipeline
 from clustertrain.train.distributed.pipeline_stages import StageInfo
@@ -67,6 +74,8 @@ class Pipeline(nn.Module):
         self._stages = [pipeline_stages.get_stage_info(part) for part in model_parts]
         self.global_fqns = self._stages[0].global_fqns
         self._passes_samples = accepts_samples(full_model)
+        # Arguments that every stage takes besides the hidden states.
+        self._stage_inputs = (DOCUMENT_STARTS,) if accepts_document_starts(full_model) else ()
         self._shared_params = self._find_shared_params()
         self.counted_elsewhere = frozenset(
             id(p)
@@ -110,7 +119,9 @@ class Pipeline(nn.Module):
     @functools.cached_property
     def forward_only(self) -> ForwardOnlyPipeline:
         """Forward passes that bypass torch's schedule, whose first pass infers shapes."""
-        return ForwardOnlyPipeline(self.pipeline_stages, self._stages, self._group, self._context.device)
+        return ForwardOnlyPipeline(
+            self.pipeline_stages, self._stages, self._group, self._context.device, self._stage_inputs
+        )
 
     @contextmanager
     def outside_schedule(self) -> Iterator[None]:
@@ -183,6 +194,9 @@ class Pipeline(nn.Module):
                 kwargs.update(joined)
             else:
                 args = joined if isinstance(joined, (tuple, list)) else (joined,)
+        else:
+            names = [name for name in self._stage_inputs if isinstance(inputs[0], dict) and name in inputs[0]]
+            kwargs.update({name: torch.cat([part[name] for part in inputs]) for name in names})
         if self._passes_samples and samples[0] is not None:
             kwargs["samples"] = torch.cat([s for s in samples if s is not None])
         return args, kwargs
@@ -191,7 +205,7 @@ class Pipeline(nn.Module):
         self, model_part: nn.Module, original: Callable[..., Any], stage: StageInfo, *args: Any, **kwargs: Any
     ) -> Any:
         if stage.index > 0:
-            kwargs = {k: v for k, v in kwargs.items() if k == "samples"}
+            kwargs = {k: v for k, v in kwargs.items() if k in ("samples", *self._stage_inputs)}
         # The first pass through a stage is torch's inference of output shapes.
         infers_shapes = stage.index not in self._initialized_stages and not self._skips_shape_inference
         if infers_shapes:

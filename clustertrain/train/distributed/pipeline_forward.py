@@ -29,12 +29,15 @@ class ForwardOnlyPipeline:
         stages: Sequence[StageInfo],
         group: dist.ProcessGroup,
         device: torch.device,
+        stage_inputs: Sequence[str] = (),
     ) -> None:
+        """``stage_inputs`` names the inputs that every stage takes, besides what the previous one returns."""
         self._stage_modules = {stage.index: model_part for model_part, stage in zip(model_parts, stages, strict=True)}
         self._stage_ranks = stages[0].stage_ranks
         self._group = group
         self._rank = dist.get_rank(group)
         self._device = device
+        self._stage_inputs = stage_inputs
         self._shapes: dict[Any, dict[int, Shapes]] = {}  # inputs of each stage, by the shape of the pipeline's inputs
 
     def __call__(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -52,12 +55,19 @@ class ForwardOnlyPipeline:
                 i = tick - stage
                 if not 0 <= i < len(inputs):
                     continue
-                output = _call_stage(module, inputs[i]) if stage == 0 else module(*received.pop((stage, i)))
+                output = (
+                    _call_stage(module, inputs[i])
+                    if stage == 0
+                    else module(*received.pop((stage, i)), **self._select_stage_inputs(inputs[i]))
+                )
                 if stage == last:
                     yield i, output
                 else:
                     outputs[stage] = _as_list(output)
             self._send_and_receive(tick, len(inputs), outputs, received, shapes)
+
+    def _select_stage_inputs(self, inputs: Any) -> dict[str, torch.Tensor]:
+        return {k: inputs[k] for k in self._stage_inputs if k in inputs} if isinstance(inputs, dict) else {}
 
     def _send_and_receive(
         self,
@@ -110,7 +120,7 @@ class ForwardOnlyPipeline:
                 output = (
                     _call_stage(self._stage_modules[stage], inputs)
                     if stage == 0
-                    else self._stage_modules[stage](*zeros)
+                    else self._stage_modules[stage](*zeros, **self._select_stage_inputs(inputs))
                 )
                 shapes = [(tuple(t.shape), t.dtype) for t in _as_list(output)]
         self._shapes[key] = shapes_by_stage

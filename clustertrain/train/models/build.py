@@ -13,7 +13,7 @@ from clustertrain.config.checks import cross_checks
 from clustertrain.config.model import ModelSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.train.core import entry_points
+from clustertrain.train.core import entry_points, step_types
 from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.datasets import build_datasets, build_limits
 from clustertrain.train.data.loader import MapStyleDataset
@@ -51,11 +51,24 @@ def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
     """
     spec = recipe.model
     module = build_model(spec, inspect_only=inspect_only)
+    check_document_attention(recipe, module)
     model_loss = find_model_loss(recipe, module)
     limits = build_limits(recipe, module, has_model_loss=model_loss is not None)
     data = build_datasets(recipe, limits)
     loss = losses.build_loss(recipe) if model_loss is None else model_loss
     return TrainingTask(module, data.train, loss, data.validation, limits, train_mode.set_train_mode(module))
+
+
+def check_document_attention(recipe: Recipe, module: nn.Module) -> None:
+    """Raise ConfigError if ``recipe`` masks documents and ``module`` would not know where they start."""
+    if not recipe.attends_in_documents or step_types.accepts_document_starts(module):
+        return
+    raise ConfigError(
+        f'data.attention = "document": forward() of {type(module).__name__} has no argument '
+        f"{step_types.DOCUMENT_STARTS}",
+        fix="add it, and mask attention with SelfAttention.document_mask "
+        '(clustertrain.train.distributed.context_parallel); or use data.attention = "sample"',
+    )
 
 
 def find_model_loss(recipe: Recipe, module: nn.Module) -> Loss | None:

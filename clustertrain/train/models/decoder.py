@@ -13,6 +13,7 @@ from torch import nn
 
 from clustertrain.config.model import Activation, ModelSpec, RopeScalingSpec
 from clustertrain.train.distributed.context_parallel import SelfAttention
+from clustertrain.train.distributed.document_masks import DocumentAttention
 from clustertrain.train.distributed.dropout import Dropout
 
 
@@ -56,7 +57,7 @@ def scale_frequencies(frequencies: torch.Tensor, scaling: RopeScalingSpec) -> to
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs (i, i + head_dim/2) of ``x`` (batch, heads, length, head_dim) by the angle of their position, in
-    fp32."""
+    fp32; ``cos`` and ``sin`` are (length, head_dim / 2), or (batch, 1, length, head_dim / 2)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -85,9 +86,20 @@ class Attention(nn.Module):
         self.core = SelfAttention(causal=causal)
         self.out = nn.Linear(spec.attention_dim, spec.dim, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def prepare_documents(self, document_starts: torch.Tensor, dtype: torch.dtype) -> DocumentAttention:
+        """Return the tables and the mask that all layers share; see :meth:`SelfAttention.document_mask`."""
+        positions = self.core.document_positions(document_starts)
+        length = positions.shape[1]
+        cos, sin = self.table.get(self.core.first_position(length) + length, positions.device)
+        mask = self.core.document_mask(document_starts, dtype)
+        return DocumentAttention(cos[positions][:, None], sin[positions][:, None], mask)
+
+    def forward(self, x: torch.Tensor, documents: DocumentAttention | None = None) -> torch.Tensor:
         batch, length, _ = x.shape
-        cos, sin = self.table.get(length, x.device, self.core.first_position(length))
+        if documents is None:
+            cos, sin = self.table.get(length, x.device, self.core.first_position(length))
+        else:
+            cos, sin = documents.cos, documents.sin
         # -1: tensor parallelism splits the heads, so this rank's projections may have fewer.
         q = self.q(x).view(batch, length, -1, self.head_dim)
         k = self.k(x).view(batch, length, -1, self.head_dim)
@@ -95,7 +107,7 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(q).type_as(q).transpose(1, 2), cos, sin)
         k = rotate(self.k_norm(k).type_as(k).transpose(1, 2), cos, sin)
         v = self.v(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        y: torch.Tensor = self.core(q, k, v)
+        y: torch.Tensor = self.core(q, k, v, documents.mask if documents is not None else None)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -129,8 +141,10 @@ class TransformerBlock(nn.Module):
         # Two modules, because the mask is derived from the module's name.
         self.dropout1, self.dropout2 = Dropout(spec.dropout), Dropout(spec.dropout)
 
-    def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.dropout1(self.attention(self.attention_norm(x)), samples)
+    def forward(
+        self, x: torch.Tensor, samples: torch.Tensor | None = None, documents: DocumentAttention | None = None
+    ) -> torch.Tensor:
+        x = x + self.dropout1(self.attention(self.attention_norm(x), documents), samples)
         out: torch.Tensor = x + self.dropout2(self.ffn(self.ffn_norm(x)), samples)
         return out
 
@@ -205,11 +219,19 @@ class Decoder(nn.Module):
         sizes = {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn_dim": spec.hidden, "vocab_size": spec.vocab_size}
         return {f"model.{name}": size for name, size in sizes.items()}
 
-    def forward(self, tokens: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        samples: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute logits, or hidden states in a stage without the head.
 
         Args:
             samples: (batch,) int64, position of each sample in the run, which seeds dropout.
+            document_starts: (batch, length) int64, position in the sample of the first token of each token's document.
+                Tokens then attend only to their own document, with rotary positions that start at 0 in each. None: to
+                the whole sample.
         """
         x = tokens
         if samples is not None:
@@ -220,8 +242,9 @@ class Decoder(nn.Module):
             if self.spec.scale_embeddings:
                 x = x * torch.tensor(self.spec.dim**0.5, dtype=x.dtype, device=x.device)
             x = self.dropout(x, samples)
+        documents = self._prepare_documents(document_starts, x) if document_starts is not None else None
         for layer in self.layers.values():
-            x = layer(x, samples)
+            x = layer(x, samples, documents)
         if self.norm is None:
             return x
         assert self.head is not None
@@ -229,6 +252,15 @@ class Decoder(nn.Module):
         tied = (self.embed.weight,) if self.spec.tie_embeddings and self.embed is not None else ()
         logits: torch.Tensor = self.head(self.norm(x), *tied)
         return logits
+
+    def _prepare_documents(self, document_starts: torch.Tensor, x: torch.Tensor) -> DocumentAttention | None:
+        """Return the mask and tables for hidden states ``x``; None in a stage without layers."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        for layer in self.layers.values():
+            assert isinstance(layer, TransformerBlock)
+            return layer.attention.prepare_documents(document_starts, dtype)
+        return None
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Initialize the full parameter ``name``."""

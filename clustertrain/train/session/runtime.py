@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from clustertrain.train.core.context import RankContext, context_from_environmen
 from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.distributed import data_parallel, mesh
+from clustertrain.train.distributed import attention_kernels, data_parallel, mesh
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale, apply_matmul_precision
 from clustertrain.train.profiling.profiler import Profiler
@@ -114,6 +114,8 @@ class SessionRuntime:
     loaders: list[Loader]
     """The session's loaders; ``session.loader`` appends to it."""
     sample_positions: SamplePositions
+    forced_attention: AbstractContextManager[Any]
+    """Entered while the session is open: ``train.attention_backend``."""
 
     @property
     def is_main(self) -> bool:
@@ -144,6 +146,8 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
     groups = mesh.open_groups(context, options.timeout_s)
     rank_result.device = context.device
     seed = _set_seed_and_precision(context, options.seed)
+    forced_attention = attention_kernels.force_backend(context)
+    forced_attention.__enter__()
     events = SessionEvents(context)
     budget = BudgetTracker(context, events.emit)
     checkpointer = SessionCheckpointer(
@@ -175,6 +179,7 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
         loss_scale=_build_loss_scale(context),
         loaders=loaders,
         sample_positions=SamplePositions(loaders),
+        forced_attention=forced_attention,
     )
     events.emit(
         "session_started",
@@ -267,6 +272,7 @@ def _exit_on_shutdown_error(runtime: SessionRuntime, error: BaseException) -> No
 def _record_failure(runtime: SessionRuntime, error: BaseException) -> None:
     add_memory_note(error, runtime.context)
     data_parallel.explain_unused(error, runtime.state.model)
+    attention_kernels.explain_missing_kernel(error, runtime.context)
     # Close before writing the record, which names the committed step: the agent kills processes that outlive theirs.
     runtime.checkpointer.close()
     runtime.result.record_failure(error)
@@ -288,4 +294,5 @@ def _release(runtime: SessionRuntime, t_begin: float) -> None:
     )
     runtime.events.close()
     runtime.progress.close()
+    runtime.forced_attention.__exit__(None, None, None)
     runtime.flag.uninstall()

@@ -28,7 +28,7 @@ from clustertrain.plan.cost.optimizer_state import state_bytes
 from clustertrain.plan.cost.user_model import ModelStats, ModuleStats
 from clustertrain.train.distributed import pipeline_stages, tensor_parallel
 from clustertrain.train.distributed.data_parallel import repeated_layers
-from clustertrain.train.models.build import build_model, build_task, find_model_loss
+from clustertrain.train.models.build import build_model, build_task, check_document_attention, find_model_loss
 from clustertrain.train.optim import param_info
 
 
@@ -114,6 +114,7 @@ def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest
     """
     task = build_task(recipe, inspect_only=True) if step is not None else None
     model = task.model if task is not None else build_model(recipe.model, inspect_only=True)
+    check_document_attention(recipe, model)
     find_model_loss(recipe, model)  # raises for recipe keys that it does not support
     stats = count_model(model, recipe.optim)
     check_split(model, split, recipe.parallel.split)

@@ -38,7 +38,14 @@ def build_table(outcomes: Sequence[Outcome]) -> Table:
     for o in outcomes:
         c = o.cell
         limits = f"{c.limit.loss:.0e} {c.limit.norm:.0e}"
-        row = (c.layout, c.precision, c.micro_batches, c.checkpointing[:4], c.optimizer, c.shape.world_size)
+        row = (
+            c.layout + " docs" * c.documents,
+            c.precision,
+            c.micro_batches,
+            c.checkpointing[:4],
+            c.optimizer,
+            c.shape.world_size,
+        )
         cells_table.add_row(
             *map(str, row), f"{o.seconds:.1f}", format_deviation(o.loss), format_deviation(o.norm), limits, o.verdict
         )

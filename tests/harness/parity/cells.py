@@ -65,10 +65,13 @@ class Cell:
     micro_batches: int
     checkpointing: str
     optimizer: str
+    documents: bool = False
+    """Samples are packed documents that attend only to themselves. The reference computes each document alone."""
 
     @property
     def id(self) -> str:
-        return f"{self.layout}/{self.precision}/{self.micro_batches}/{self.checkpointing}/{self.optimizer}"
+        suffix = "/documents" if self.documents else ""
+        return f"{self.layout}/{self.precision}/{self.micro_batches}/{self.checkpointing}/{self.optimizer}{suffix}"
 
     @property
     def shape(self) -> Layout:
@@ -118,8 +121,24 @@ def accumulations(layout: str) -> tuple[int, int]:
     return (4, 8) if LAYOUTS[layout].pp > 1 else (1, 4)
 
 
+# One layout per kind of parallelism, with checkpointing and with the policy "cast" in between.
+DOCUMENT_CELLS = (
+    Cell("ddp", "fp32", 1, "none", "sgd", documents=True),
+    Cell("fsdp", "bf16", 4, "selective", "adamw", documents=True),
+    Cell("fsdp-tp", "fp32", 1, "none", "adamw", documents=True),
+    Cell("pp-interleaved", "fp32", 4, "full", "adamw", documents=True),
+    Cell("pp-zero-bubble", "fp32", 4, "none", "sgd", documents=True),
+    Cell("cp", "fp32", 1, "full", "sgd", documents=True),
+)
+
+
 def table() -> list[Cell]:
-    """Return all cells.
+    """Return all cells."""
+    return [*text_cells(), *DOCUMENT_CELLS]
+
+
+def text_cells() -> list[Cell]:
+    """Return the cells with windows of a text.
 
     Every layout has AdamW in every combination, and once SGD, in fp32, where the limits are tight. The cells with SGD
     have selective checkpointing, except zero-bubble, whose split backward pass torch's selective checkpointing does not
@@ -152,9 +171,10 @@ def covering() -> list[Cell]:
     """Return the subset that the test suite runs.
 
     Each layout occurs once in fp32, with combinations of the other factors in turn (the cheapest one for slow layouts);
-    the cheapest cells with missing pairs complete it: those of cp for the policy ``cast``, of DDP for ``autocast``.
+    the cheapest cells with missing pairs complete it: those of cp for the policy ``cast``, of DDP for ``autocast``. Of
+    the cells with documents, there is one for each way in which the starts of the documents reach the layers.
     """
-    all_cells = table()
+    all_cells = text_cells()
     selected = []
     for i, layout in enumerate(LAYOUTS):
         layout_cells = [c for c in all_cells if c.layout == layout and c.precision == "fp32"]
@@ -166,4 +186,4 @@ def covering() -> list[Cell]:
         )
         selected.append(best)
         missing -= pairs([best])
-    return selected
+    return [*selected, *(c for c in DOCUMENT_CELLS if c.layout in ("fsdp-tp", "pp-interleaved", "cp"))]

@@ -65,7 +65,12 @@ def run(cell: Cell, folder: Path, steps: int = STEPS) -> Outcome:
         run_dir = _make_run(cell, folder / "run", steps)
         # The reference draws the initial values on the CPU.
         setup = use_host_random_numbers if DEVICE == "cuda" else None
-        ranks = Ranks(run_dir, cell.shape.world_size, setup=setup, argv=(str(SCRIPT), cell.optimizer))
+        ranks = Ranks(
+            run_dir,
+            cell.shape.world_size,
+            setup=setup,
+            argv=(str(SCRIPT), cell.optimizer, "documents" if cell.documents else "text"),
+        )
         failure = _wait(ranks)
         seconds = clock.monotonic() - started
         if failure:
@@ -80,7 +85,9 @@ def _compare(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
     skipped = frozenset(r["step"] for r in rows if r["skipped"])
     trained = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
     try:
-        expected = reference.losses_and_norms(cell.policy, cell.setting, skipped, cell.micro_batch)[: len(trained)]
+        expected = reference.losses_and_norms(
+            cell.policy, cell.setting, skipped, cell.micro_batch, documents=cell.documents
+        )[: len(trained)]
     except reference.NeedlessSkip as e:
         return Outcome(cell, seconds, skipped=len(skipped), failure=str(e))
     loss, norm = reference.largest_deviations(trained, expected)
@@ -89,7 +96,7 @@ def _compare(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
         failure = f"skipped steps {sorted(skipped)} without a loss scale"
     # A run in fp32 would also be within the limits of bf16, so check that it was not in fp32.
     if cell.precision != "fp32":
-        fp32 = reference.losses_and_norms("fp32", cell.setting, skipped)[: len(trained)]
+        fp32 = reference.losses_and_norms("fp32", cell.setting, skipped, documents=cell.documents)[: len(trained)]
         from_fp32 = reference.largest_deviations(trained, fp32)
         if from_fp32[1] <= LIMITS["fp32"].norm:
             failure = f"computed in fp32: the norm is within {from_fp32[1]:.1e} of fp32's"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,6 +37,7 @@ from clustertrain.train.data import permutation
 from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from tests.harness.parity.cells import DATA, GLOBAL_BATCH, MODEL, OPTIMIZERS, STEPS
+from tests.harness.parity.documents import DocumentText
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = TrainSpec().seed
@@ -72,12 +73,15 @@ def losses_and_norms(
     skipped: frozenset[int] = frozenset(),
     micro_batch: int | None = None,
     summation: Summation = Summation(),
+    *,
+    documents: bool = False,
 ) -> list[tuple[float, float]]:
     """Return (loss, gradient norm before clipping) of the steps not in ``skipped``, which are counted from 1.
 
     Args:
         setting: optimizer setting, a key of ``OPTIMIZERS``.
         micro_batch: samples per micro-batch with which a skipped step must overflow. None: any step may be skipped.
+        documents: samples are packed documents; the model is called for each document alone.
 
     Raises:
         NeedlessSkip: a skipped step does not overflow.
@@ -85,13 +89,13 @@ def losses_and_norms(
     model = _model()
     spec = OptimSpec(**OPTIMIZERS[setting])
     optimizer = _optimizer(model, setting, spec)
-    data = ByteText(DataSpec(**DATA))
+    data = DocumentText(DataSpec(**DATA)) if documents else ByteText(DataSpec(**DATA))
     results: list[tuple[float, float]] = []
     for step in range(STEPS):
         indices = permutation.samples_at(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
         if summation.shuffle:
             random.Random(f"{summation.shuffle} {step}").shuffle(indices)
-        inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in indices), strict=True))
+        inputs, targets = (torch.stack(side) for side in zip(*(_read(data, i) for i in indices), strict=True))
         if step + 1 in skipped:
             if micro_batch is None:
                 continue
@@ -106,6 +110,14 @@ def losses_and_norms(
         optimizer.step()
         results.append((loss, norm.item()))
     return results
+
+
+def _read(data: ByteText | DocumentText, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (inputs, targets) of sample ``i``; inputs with documents are tokens and starts, (2, length)."""
+    if isinstance(data, ByteText):
+        return data[i]
+    inputs, targets = data[i]
+    return torch.stack((inputs["tokens"], inputs["document_starts"])), targets
 
 
 def _model() -> Decoder:
@@ -167,16 +179,25 @@ def _finite(grads: list[torch.Tensor]) -> bool:
 
 def _logits(model: Decoder, policy: str, inputs: torch.Tensor) -> torch.Tensor:
     if policy == "fp32":
-        out: torch.Tensor = model(inputs)
-        return out
+        return _call(model, inputs)
     precision, _, kind = policy.partition("-")
     dtype = _DTYPES[precision]
     if kind == "autocast":
         with torch.autocast("cpu", dtype=dtype):
             return _logits(model, "fp32", inputs)
     cast = {name: p.to(dtype) for name, p in model.named_parameters()}
-    out = torch.func.functional_call(model, cast, (inputs,))
-    return out
+    return _call(lambda tokens: torch.func.functional_call(model, cast, (tokens,)), inputs)
+
+
+def _call(model: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    """Return the logits of ``inputs``, of each document alone if there are documents."""
+    if inputs.dim() == 2:
+        return model(inputs)
+    rows = []
+    for tokens, starts in inputs:
+        lengths = starts.unique(return_counts=True)[1].tolist()
+        rows.append(torch.cat([model(document[None]) for document in tokens.split(lengths)], dim=1))
+    return torch.cat(rows)
 
 
 def largest_deviations(

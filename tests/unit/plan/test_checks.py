@@ -16,6 +16,7 @@ from clustertrain.config.train import TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
 
+DOCUMENTS = {"kind": "tokens", "path": "/shards", "pack": True, "attention": "document"}
 MODEL = ModelSpec(vocab_size=256, dim=64, layers=8, heads=8, kv_heads=4)
 
 
@@ -26,12 +27,13 @@ def make_plan(
     train: dict[str, Any] | None = None,
     model: ModelSpec = MODEL,
     seq_len: int = 256,
+    data: dict[str, Any] | None = None,
     device: str = "cuda",
     script: bool = False,
 ) -> Plan:
     recipe = Recipe(
         model=model,
-        data=DataSpec(seq_len=seq_len),
+        data=DataSpec(**{"seq_len": seq_len, **(data or {})}),
         parallel=ParallelSpec(**(parallel or {})),
         train=TrainSpec(**{"global_batch": 64, **(train or {})}),
     )
@@ -143,6 +145,43 @@ REFUSED: dict[str, Case] = {
         "parallel.compile with schedule zbv",
         "remove one",
     ),
+    "documents-ring": (
+        {"cp": 2},
+        {"data": DOCUMENTS, "parallel": {"context_parallel_method": "ring"}},
+        "takes no mask",
+        '"all-gather"',
+    ),
+    "efficient-cpu": ({}, {"train": {"attention_backend": "efficient"}, "device": "cpu"}, "GPUs only", '"flash" or'),
+    "cudnn-fp32": (
+        {},
+        {"train": {"attention_backend": "cudnn", "precision": "fp32"}},
+        'train.attention_backend = "cudnn": it computes in 16 bits only, and the precision is fp32',
+        '"efficient"',
+    ),
+    "flash-old": (
+        {"gpu_type": "v100-32gb"},
+        {"train": {"attention_backend": "flash", "precision": "fp16"}},
+        "needs Ampere or a later GPU, not v100",
+        '"efficient"',
+    ),
+    "flash-documents": (
+        {"gpu_type": "h100"},
+        {"train": {"attention_backend": "flash"}, "data": DOCUMENTS},
+        'it takes no mask, which data.attention = "document"',
+        '"auto"',
+    ),
+    "flash-cp": (
+        {"gpu_type": "h100", "cp": 2},
+        {"train": {"attention_backend": "flash"}},
+        "it takes no mask, which cp 2",
+        '"ring"',
+    ),
+    "math-ring": (
+        {"gpu_type": "h100", "cp": 2},
+        {"train": {"attention_backend": "math"}, "parallel": {"context_parallel_method": "ring"}},
+        "needs a fused kernel",
+        '"all-gather"',
+    ),
     "selective-halves": (
         {"pp": 2},
         {"parallel": {"activation_checkpointing": "selective", "schedule": "zero-bubble"}, "device": "cpu"},
@@ -173,6 +212,8 @@ def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
         ({"tp": 4}, {"seq_len": 250, "parallel": {"sequence_parallel": False}}),
         ({"pp": 8}, {"parallel": {"schedule": "gpipe"}, "train": {"micro_batch": 32}}),
         ({"gpu_type": "h100"}, {"train": {"precision": "fp8"}}),
+        ({"gpu_type": "h100", "cp": 2}, {"data": DOCUMENTS}),
+        ({}, {"data": DOCUMENTS, "train": {"attention_backend": "flash"}, "device": "cpu"}),
         # Options of other layouts have no effect.
         ({"layout": "ddp"}, {"parallel": {"offload": True, "context_parallel_method": "ring"}, "device": "cpu"}),
         ({}, {"parallel": {"async_tp": True, "compile": True}, "device": "cpu"}),
@@ -189,6 +230,8 @@ def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
         "tp without sequence parallel",
         "gpipe with one micro-batch",
         "fp8",
+        "documents with cp",
+        "documents with flash on the CPU",
         "options of other layouts",
         "async tp without tp",
         "script with tp",

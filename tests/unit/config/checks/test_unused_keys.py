@@ -61,6 +61,12 @@ def check_recipe(**tables: Any) -> None:
         ({"data": {"seq_len": 64}, "model": IMAGES}, 'seq_len has no effect with data.kind = "images"', '"tokens"'),
         ({"data": {"pattern": "*.txt"}, "model": IMAGES}, "data.pattern has", '"text" or "pairs"'),
         ({"data": {"pack": True}}, "data.pack has", '"tokens"'),
+        ({"data": {"attention": "document"}}, 'data.attention has no effect with data.kind = "text"', '"tokens"'),
+        (
+            {"data": {"kind": "tokens", "path": "/shards", "attention": "document"}},
+            "data.attention has no effect with data.pack = false",
+            "set data.pack = true",
+        ),
         ({"data": {"tokenizer": "t"}}, 'data.tokenizer has no effect with data.kind = "text"', "data tokenize"),
         ({"data": {"chat_template": "t"}}, "data.chat_template has", '"chat"'),
         ({"data": {"augment": {"flip": True}}}, "data.augment.flip has", '"images"'),

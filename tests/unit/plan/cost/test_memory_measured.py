@@ -51,7 +51,7 @@ def mesh_of_last_rank(world_size: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def measure_bytes(layout: Layout, mode: str) -> dict[str, int]:
+def measure_bytes(layout: Layout, mode: str, *, documents: bool = False) -> dict[str, int]:
     """Return the bytes of parameters and activations (without logits) that the last rank of ``layout`` holds."""
     context = SimpleNamespace(layout=layout, precision="fp32", parallel=ParallelSpec(), device=torch.device("cpu"))
     model = Decoder(MODEL).train()
@@ -64,11 +64,12 @@ def measure_bytes(layout: Layout, mode: str) -> dict[str, int]:
             context_parallel.apply(model, context, mesh)  # type: ignore[arg-type]
         block_transforms.apply(model, context)  # type: ignore[arg-type]
         tokens = torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH // layout.cp))
+        starts = torch.zeros_like(tokens) if documents else None
         tracker = MemTracker()
         tracker.track_external(model, tokens)
         with tracker, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
-                logits = model(tokens)
+                logits = model(tokens, document_starts=starts)
             (measured,) = tracker.get_tracker_snapshot("current").values()
     sizes = {str(kind).rpartition(".")[2]: size for kind, size in measured.items()}
     local = logits.to_local() if hasattr(logits, "to_local") else logits
@@ -90,6 +91,20 @@ def test_activation_count_matches_torch(name: str, checkpointing: str, mode: str
     measured = measure_bytes(layout, mode)
     tables = 3 * LENGTH * MODEL.dim // MODEL.heads * 4  # of the rotary embedding, once per model
     assert estimated == pytest.approx(measured["activations"], rel=0.005, abs=tables)
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [("single", "none"), ("tp-sp", "full"), ("cp", "none")])
+def test_mask_of_documents_is_counted_once(name: str, checkpointing: str) -> None:
+    layout = msgspec.structs.replace(LAYOUTS[name], activation_checkpointing=checkpointing)
+    masked = PassConfig(LENGTH, BATCH, has_document_mask=True)
+    extra = activation_bytes(MODEL, masked, layout) - activation_bytes(
+        MODEL, replace(masked, has_document_mask=False), layout
+    )
+    measured = (
+        measure_bytes(layout, "fp32", documents=True)["activations"] - measure_bytes(layout, "fp32")["activations"]
+    )
+    tables = 4 * BATCH * LENGTH * MODEL.dim // MODEL.heads * 4
+    assert extra == pytest.approx(measured, abs=tables)
 
 
 def measure_loss_peak(dtype: torch.dtype) -> int:

@@ -22,6 +22,8 @@ def check(inputs: Any, target: Any, dataset: Any = None, **limits: Any) -> None:
 def test_samples_within_limits_pass() -> None:
     check(TOKENS, TOKENS, vocab_size=12, classes=12, max_seq_len=4)
     check(TOKENS, TOKENS)
+    starts = torch.tensor([[0, 0, 2, 2], [0, 1, 2, 3], [0, 0, 0, 3]])
+    check({"tokens": TOKENS % 2, "document_starts": starts}, TOKENS, vocab_size=2, needs_document_starts=True)
     check(TOKENS.float(), torch.tensor([0, 1, 2]), vocab_size=1, classes=3)
     check(torch.full((3, 2, 2, 1), 255, dtype=torch.uint8), torch.rand(3, 5), vocab_size=1, classes=2)
 
@@ -36,6 +38,19 @@ def test_samples_within_limits_pass() -> None:
         (TOKENS, TOKENS, {"max_seq_len": 3}, "sample 70: inputs has length 4, more than the model's max_seq_len = 3"),
         ([TOKENS, TOKENS + 9], TOKENS, {"vocab_size": 20}, r"sample 72: inputs\[1\] at \(3,\) is 20"),
         ({"ids": TOKENS}, TOKENS, {"vocab_size": 4}, r"sample 71: inputs\['ids'\] at \(0,\) is 4"),
+        (
+            {"tokens": TOKENS, "document_starts": torch.tensor([[0, 0, 2, 2], [0, 2, 2, 2], [0, 0, 0, 0]])},
+            TOKENS,
+            {},
+            "sample 71: document_starts at 1 is 2: must be between 0 and 1",
+        ),
+        (
+            {"tokens": TOKENS, "document_starts": TOKENS.int()},
+            TOKENS,
+            {},
+            "sample 70: document_starts is not one int64",
+        ),
+        (TOKENS, TOKENS, {"needs_document_starts": True}, 'sample 70: data.attention = "document", but its inputs are'),
         (torch.tensor([[1.0], [math.nan], [2.0]]), TOKENS, {}, r"sample 71: inputs holds nan"),
         (TOKENS, torch.tensor([0.0, 1.0, math.inf]), {}, "sample 72: target holds inf"),
     ],
@@ -47,6 +62,9 @@ def test_samples_within_limits_pass() -> None:
         "length",
         "second input",
         "named input",
+        "start of a document",
+        "type of starts",
+        "no starts",
         "NaN input",
         "Inf target",
     ],

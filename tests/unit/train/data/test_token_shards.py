@@ -105,6 +105,25 @@ def test_packed_targets_stay_within_documents(folder: Path) -> None:
     assert sorted(pairs) == sorted(p for d in DOCUMENTS for p in itertools.pairwise(d))
 
 
+def test_packed_samples_say_where_documents_start(folder: Path) -> None:
+    plain, _ = build_token_datasets(spec(folder, pack=True), None, -1)
+    packed, _ = build_token_datasets(spec(folder, pack=True, attention="document"), None, -1)
+    assert packed.version == plain.version  # the samples are the same
+    for i in range(len(packed)):
+        inputs, targets = packed[i]
+        assert torch.equal(inputs["tokens"], plain[i][0]) and torch.equal(targets, plain[i][1])
+        starts = inputs["document_starts"].tolist()
+        begins = sorted(set(starts))
+        assert begins[0] == 0 and all(starts[b] == b for b in begins)
+        for begin, end in itertools.pairwise([*begins, len(starts)]):
+            assert starts[begin:end] == [begin] * (end - begin)
+            part = [*inputs["tokens"][begin:end].tolist(), int(targets[end - 1])]
+            is_padding = targets[begin] == -1
+            assert is_padding or any(
+                part == d[k : k + len(part)] for d in DOCUMENTS for k in range(len(d) - len(part) + 1)
+            )
+
+
 def test_packed_validation_split_keeps_documents_whole(tmp_path: Path) -> None:
     documents = [[i] * (3 + i % 5) for i in range(60)]
     write(tmp_path / "s", documents, shard_tokens=50)

@@ -151,5 +151,5 @@ def test_grouped_attention_with_a_mask_needs_a_cudnn_that_torch_prefers(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", deprioritized)
-    assert context_parallel._prefers_cudnn(torch.device("cuda", 0)) == preferred
-    assert not context_parallel._prefers_cudnn(CPU)
+    assert context_parallel.prefers_cudnn(torch.device("cuda", 0)) == preferred
+    assert not context_parallel.prefers_cudnn(CPU)
