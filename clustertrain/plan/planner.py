@@ -17,7 +17,7 @@ from clustertrain.plan.decide import decide, decide_for_script
 from clustertrain.plan.decision import Explanation, PlanDecision, RejectedLayout
 from clustertrain.plan.env import nccl
 from clustertrain.plan.env.nccl import EnvSetting
-from clustertrain.plan.explain import search_result, training
+from clustertrain.plan.explain import practice, search_result, training
 from clustertrain.plan.explain.warnings import budget_warnings, model_loss_warnings, patience_warnings, plateau_warnings
 from clustertrain.plan.layout import Batch, Layout, pluralize
 from clustertrain.plan.request import PlanRequest
@@ -112,7 +112,8 @@ def plan(
     decision = decide(request) if spec.script is None else decide_for_script(request)
     lead_s, lead_reasons = _choose_signal_lead(job.time, profile.signal_lead_s)
     time = _estimate_time(spec, decision)
-    decision = decision.explained(Explanation(lead_reasons, _recipe_warnings(request, time.step_s)))
+    warmup_reasons = practice.explain_warmup(spec.recipe)[0] if spec.script is None else ()
+    decision = decision.explained(Explanation((*lead_reasons, *warmup_reasons), _recipe_warnings(request, time.step_s)))
     warnings = (*decision.warnings, *notes)
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
@@ -129,7 +130,9 @@ def plan(
             device, fabric, env_names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),
         env=nccl.process_env(device, job.cpus_per_gpu, job.gpus, env_names),
-        training=training.describe_training(spec, decision.layout, request.optimizer_state),
+        training=training.describe_training(
+            spec, decision.layout, request.optimizer_state, decision.batch.global_batch
+        ),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.preemption_test.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*decision.reasons, *warnings),
@@ -161,6 +164,10 @@ def _recipe_warnings(request: PlanRequest, step_s: float | None) -> tuple[str, .
         return ()
     return (
         *budget_warnings(recipe.contract, step_s, recipe.train.steps, request.world_size),
+        *practice.lost_time_warnings(recipe.checkpoint, step_s, recipe.train.steps),
+        *practice.lr_warnings(recipe),
+        *practice.explain_warmup(recipe)[1],
+        *practice.precision_warnings(recipe.train.precision, request.gpu),
         *patience_warnings(recipe),
         *plateau_warnings(recipe),
         *(model_loss_warnings(recipe) if request.model_stats is None else ()),

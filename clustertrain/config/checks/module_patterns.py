@@ -1,4 +1,4 @@
-"""Patterns of module names, used by ``optim.freeze`` and ``optim.lr_scale``."""
+"""Patterns of module names, used by ``optim.freeze``, ``lr_scale`` and ``weight_decay_scale``."""
 
 from __future__ import annotations
 

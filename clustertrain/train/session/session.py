@@ -198,6 +198,7 @@ class Session:
         weight_decay: float = build.DEFAULT_WEIGHT_DECAY,
         layer_decay: float = 1.0,
         lr_scale: Mapping[str, float] | None = None,
+        weight_decay_scale: Mapping[str, float] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the trainable parameters in groups for :meth:`optimizer`.
 
@@ -208,6 +209,7 @@ class Session:
             optimizer: name of the optimizer; ``muon`` and ``shampoo`` need hidden matrices in groups of their own.
             layer_decay: learning rate of a layer divided by that of the next layer toward the output.
             lr_scale: learning rate factor by module name pattern.
+            weight_decay_scale: weight decay factor by module name pattern.
 
         Raises:
             UsageError: :meth:`parallelize` was not called.
@@ -221,6 +223,7 @@ class Session:
             weight_decay=weight_decay,
             layer_decay=layer_decay,
             lr_scale=lr_scale,
+            weight_decay_scale=weight_decay_scale,
             split_hidden=registry.get_entry(optimizer).matrices_only,
         )
 
