@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from clustertrain.config.checks.invalid_value import InvalidValue
 from clustertrain.config.checks.ranges import check_positive, check_range
 
 UNRESOLVED = -1  # steps that follow from train.epochs, before the samples are counted
@@ -44,9 +45,12 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"epochs = {self.epochs}: must be greater than 0, or 0 (none)")
         if self.steps == UNRESOLVED and not self.epochs:
             msgspec.structs.force_setattr(self, "steps", DEFAULT_STEPS)
-        for name in ("steps", "log_every"):
-            if getattr(self, name) != UNRESOLVED or name != "steps":
-                check_positive(name, getattr(self, name))
+        if self.steps != UNRESOLVED and self.steps < 1:
+            raise InvalidValue(
+                f"steps = {self.steps}: must be greater than 0",
+                fix=f"change train.steps, or remove it to use the default, {DEFAULT_STEPS}",
+            )
+        check_positive("log_every", self.log_every)
         for name in ("global_batch", "micro_batch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen by the plan) or more")

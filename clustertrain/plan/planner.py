@@ -10,7 +10,7 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
-from clustertrain.plan import pipeline_schedules
+from clustertrain.plan import checks, pipeline_schedules
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.decide import decide, decide_for_script
@@ -110,6 +110,10 @@ def plan(
     env_names = {*spec.env, *inherited_env}
     request = PlanRequest(spec, device, profile, model_stats)
     decision = decide(request) if spec.script is None else decide_for_script(request)
+    if spec.script is None:
+        checks.check_noise_scale(
+            spec.recipe.stability, decision.layout, spec.recipe.parallel, decision.batch.grad_accum
+        )
     lead_s, lead_reasons = _choose_signal_lead(job.time, profile.signal_lead_s)
     time = _estimate_time(spec, decision)
     warmup_reasons = practice.explain_warmup(spec.recipe)[0] if spec.script is None else ()

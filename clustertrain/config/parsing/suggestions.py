@@ -25,6 +25,7 @@ _NUMBERS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)
 # Keys that count steps, and the key for a share or for epochs.
 _SHARES: Mapping[str, tuple[str, str]] = {
     "schedule.warmup_steps": ("schedule.warmup_ratio", "a fraction of the steps"),
+    "schedule.milestones": ("schedule.milestone_epochs", "epochs"),
     "train.steps": ("train.epochs", "passes over the data"),
 }
 
@@ -171,7 +172,7 @@ def _suggest_number(invalid: _InvalidValue) -> str | None:
     if isinstance(value, float):
         if value.is_integer():
             return invalid.suggest(str(int(value)))
-        other = _SHARES.get(invalid.key)
+        other = _SHARES.get(invalid.key.partition("[")[0])
         fraction = f", or {other[0]} for {other[1]}" if other else ""
         return f"write an integer{fraction}" + (
             ": it is a count, not a fraction" if 0 < value < 1 and not other else ""

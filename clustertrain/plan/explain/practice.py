@@ -56,7 +56,7 @@ def precision_warnings(requested: Precision, gpu: GpuType | None) -> list[str]:
     reason = (
         "bf16 has the range of fp32 and needs no loss scale"
         if requested == "fp16"
-        else "bf16 and tf32 use the matrix units, which are several times faster"
+        else "bf16 and tf32 products are several times faster"
     )
     return [f"train.precision = '{requested}': {gpu.name} supports bf16; {reason}"]
 

@@ -280,9 +280,10 @@ class Session:
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
         layer_stats = runtime.metrics_processor.layer_stats_for(self.step + 1)
+        noise = runtime.metrics_processor.noise_scale_for(self.step + 1)
         clipping = clip or Clipping(norm=clip_norm)
         lr = unscaled_lr(train_step.optimizer)  # read before the step: 8-bit AdamW rounds it to fp32
-        result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
+        result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats, noise)
         runtime.metrics_processor.record_step(result, lr)
         return result
 

@@ -68,7 +68,7 @@ def test_different_unit_is_noted() -> None:
 
 def test_unknown_key_lists_its_table() -> None:
     assert error_message("train.foo").endswith(
-        "fix: known: deterministic, global_batch, log_every, micro_batch, precision, profile, seed, steps"
+        "fix: known: deterministic, epochs, global_batch, log_every, micro_batch, precision, profile, seed, steps"
     )
 
 

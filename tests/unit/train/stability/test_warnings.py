@@ -163,6 +163,14 @@ def test_repeated_warnings_are_suppressed_and_counted(recorder: WarningRecorder)
 
 
 def test_recipe_can_disable_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = WarningRecorder(monkeypatch, grad_norm_max=0.0, grad_norm_min=0.0, clipped_share=0.0, slowdown=0.0)
-    rows = [{"grad_norm": 1e9, "clip_fraction": 1.0, "step_s": 1.0}, {"grad_norm": 0.0, "step_s": 9.0}]
+    recorder = WarningRecorder(
+        monkeypatch,
+        grad_norm_max=0.0,
+        grad_norm_usual=0.0,
+        grad_norm_min=0.0,
+        clipped_share=0.0,
+        slowdown=0.0,
+        loss_trend=False,
+    )
+    rows = [{"grad_norm": 1e9, "clip_fraction": 1.0, "step_s": 1.0}, {"grad_norm": 0.0, "step_s": 9.0, "lr": 1.0}]
     assert [recorder.observe(300, **row) for row in rows] == [[], []]
