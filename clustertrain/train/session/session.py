@@ -363,7 +363,7 @@ class Session:
             metrics: names from ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
             micro_batch: samples per rank and forward pass; default: as in training, or 8 without a loader.
             samples: evaluate at most this many; 0: all.
-            workers: processes that read ahead; 0: the rank itself reads.
+            workers: processes that read ahead; 0: the rank itself reads; -1: as many as this rank's cores allow.
             slices: slices of the dataset to report; default: all that it names.
             group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
             ignore_index: target value that the metrics exclude.

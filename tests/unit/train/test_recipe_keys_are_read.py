@@ -28,8 +28,8 @@ def accepted_keys(table: str, recipe: Recipe, keys: Any) -> set[str]:
 
 
 KEYS_OF_ALL_OPTIMIZERS = {
-    "name", "lr", "lr_reference_batch", "weight_decay", "weight_decay_scale", "layer_decay", "lr_scale", "freeze", "unfreeze", "clip",
-    "clip_norm", "clip_value", "clip_quantile",
+    "name", "lr", "lr_reference_batch", "weight_decay", "weight_decay_scale", "layer_decay", "lr_scale", "freeze",
+    "unfreeze", "clip", "clip_norm", "clip_value", "clip_quantile",
 }  # fmt: skip
 
 
