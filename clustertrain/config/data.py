@@ -86,7 +86,9 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Fraction of the samples held out for evaluation, the same one for every seed. 0: none."""
     validation_path: str = ""
     """Separate validation data of the same kind, instead of ``validation``. Empty: none."""
-    workers: int = 0
+    samples: int = 0
+    """Training samples in an epoch, for the keys in epochs. 0: counted at submission."""
+    workers: int = -1
     """Processes per rank that read ahead. 0: none, the rank reads the data itself. -1: on GPUs one per core of the rank
     except one, at most 8; none on CPUs."""
     prefetch: int = 2
@@ -95,6 +97,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         for name in ("seq_len", "max_bytes", "image_size", "prefetch"):
             check_positive(name, getattr(self, name))
+        if self.samples < 0:
+            raise ValueError(f"samples = {self.samples}: must be 0 (counted at submission) or more")
         if self.workers < -1:
             raise ValueError(f"workers = {self.workers}: must be 0 (none) or more, or -1 (as many as the cores allow)")
         check_range("validation", self.validation, 0.0, 0.9)

@@ -21,6 +21,8 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     every: int = 0
     """Steps between evaluations. 0: ten evaluations in the run."""
+    every_epochs: float = 0.0
+    """Epochs between evaluations, instead of ``every``. 0: none."""
     samples: int = 0
     """Most samples per evaluation, from the first on. 0: all."""
     micro_batch: int = 0
@@ -30,11 +32,21 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     recall_at_1 for NT-Xent; mae for regression."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
+    patience_epochs: float = 0.0
+    """Epochs without a better deciding metric after which the run ends, instead of ``patience``. 0: never."""
     warn_when_rising: int = 3
     """Consecutive evaluations with a rising loss after which to warn. 0: never."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "samples", "micro_batch", "patience", "warn_when_rising"):
+        for name in (
+            "every",
+            "every_epochs",
+            "samples",
+            "micro_batch",
+            "patience",
+            "patience_epochs",
+            "warn_when_rising",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         if len(set(self.metrics)) < len(self.metrics):

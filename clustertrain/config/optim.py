@@ -45,6 +45,8 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Value added to the denominator of Adam-type optimizers. Unused by sgd, lars, lion and adafactor."""
     weight_decay: float = 0.1
     """Weight decay. 0: none."""
+    weight_decay_scale: dict[str, float] = {}
+    """Multipliers of the weight decay by pattern of module names. 0: none there."""
     momentum: float | None = None
     """Momentum of sgd, lars and muon. Unset: 0.95 for muon, otherwise 0.9. Unused by the others."""
     nesterov: bool = False
@@ -80,6 +82,9 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_range("clip_quantile", self.clip_quantile, 0.5, 1.0)
         for pattern, factor in self.lr_scale.items():
             check_positive(f"lr_scale.{pattern}", factor)
+        for pattern, factor in self.weight_decay_scale.items():
+            if factor < 0:
+                raise ValueError(f"weight_decay_scale.{pattern} = {factor}: must be 0 (no weight decay) or more")
         if self.lr_reference_batch < 0:
             raise ValueError(f"lr_reference_batch = {self.lr_reference_batch}: must be 0 (unknown) or more")
         start_steps: dict[str, int] = {}

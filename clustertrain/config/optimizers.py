@@ -22,6 +22,8 @@ class OptimizerEntry:
     class_name: str
     package: str = ""
     """Package with the optimizer (``extras.EXTRAS``). Empty: torch has it."""
+    usual_lr: tuple[float, float] = (1e-4, 1e-3)
+    """Range of the peak learning rates in common use."""
     reads_betas: bool = True
     reads_eps: bool = True
     """Whether the optimizer, or the AdamW beside it, uses ``optim.eps``."""
@@ -29,6 +31,8 @@ class OptimizerEntry:
     """Betas of its authors, if they differ from Adam's."""
     reads_momentum: bool = False
     default_momentum: float = 0.9
+    can_change_momentum: bool = True
+    """Whether its momentum, or its first beta, can change from step to step."""
     needs_unsharded: bool = False
     """Whether its update needs full parameters rather than shards."""
     matrices_only: bool = False
@@ -45,19 +49,22 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
     "adamw": OptimizerEntry("torch.optim", "AdamW"),
     "adam": OptimizerEntry("torch.optim", "Adam", has_coupled_decay=True),
     "sgd": OptimizerEntry(
-        "torch.optim", "SGD", reads_betas=False, reads_eps=False, reads_momentum=True, has_coupled_decay=True,
-        scales_lr_linearly=True,
+        "torch.optim", "SGD", usual_lr=(0.01, 0.5), reads_betas=False, reads_eps=False, reads_momentum=True,
+        has_coupled_decay=True, scales_lr_linearly=True,
     ),
     "adafactor": OptimizerEntry(
-        "torch.optim", "Adafactor", reads_betas=False, reads_eps=False, needs_unsharded=True,
-        has_shape_dependent_state=True,
+        "torch.optim", "Adafactor", usual_lr=(1e-3, 1e-2), reads_betas=False, reads_eps=False,
+        can_change_momentum=False, needs_unsharded=True, has_shape_dependent_state=True,
     ),
     "lion": OptimizerEntry(
-        "pytorch_optimizer", "Lion", "pytorch_optimizer", reads_eps=False, default_betas=(0.9, 0.99),
+        "pytorch_optimizer", "Lion", "pytorch_optimizer", usual_lr=(3e-5, 3e-4), reads_eps=False,
+        default_betas=(0.9, 0.99),
     ),
-    "lamb": OptimizerEntry("pytorch_optimizer", "Lamb", "pytorch_optimizer", needs_unsharded=True),
+    "lamb": OptimizerEntry(
+        "pytorch_optimizer", "Lamb", "pytorch_optimizer", usual_lr=(1e-3, 1e-2), needs_unsharded=True
+    ),
     "lars": OptimizerEntry(
-        "pytorch_optimizer", "LARS", "pytorch_optimizer", reads_betas=False, reads_eps=False,
+        "pytorch_optimizer", "LARS", "pytorch_optimizer", usual_lr=(0.1, 30.0), reads_betas=False, reads_eps=False,
         reads_momentum=True, needs_unsharded=True, has_coupled_decay=True, scales_lr_linearly=True,
     ),
     "muon": OptimizerEntry(
@@ -65,15 +72,16 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
         has_shape_dependent_state=True,
     ),
     "soap": OptimizerEntry(
-        "pytorch_optimizer", "SOAP", "pytorch_optimizer", default_betas=(0.95, 0.95), needs_unsharded=True,
-        has_shape_dependent_state=True,
+        "pytorch_optimizer", "SOAP", "pytorch_optimizer", usual_lr=(3e-4, 3e-3), default_betas=(0.95, 0.95),
+        needs_unsharded=True, has_shape_dependent_state=True,
     ),
     "shampoo": OptimizerEntry(
-        "pytorch_optimizer", "Shampoo", "pytorch_optimizer", needs_unsharded=True, matrices_only=True,
-        has_shape_dependent_state=True, has_coupled_decay=True,
+        "pytorch_optimizer", "Shampoo", "pytorch_optimizer", usual_lr=(1e-4, 1e-2), needs_unsharded=True,
+        matrices_only=True, has_shape_dependent_state=True, has_coupled_decay=True,
     ),
     "adamw8bit": OptimizerEntry(
         "clustertrain.train.optim.adamw8bit", "AdamW8bit", "torchao", needs_unsharded=True,
         has_shape_dependent_state=True,
+        can_change_momentum=False,  # torchao compiles the update, and would compile it again for each beta
     ),
 }  # fmt: skip

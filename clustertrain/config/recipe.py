@@ -27,6 +27,7 @@ from clustertrain.config.evaluation import (
 from clustertrain.config.model import DATA_KINDS_BY_MODEL, ModelSpec
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
+from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.preemption_test import PreemptionTestSpec
 from clustertrain.config.schedule import ScheduleSpec
@@ -140,6 +141,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def evaluation_interval(self) -> int:
         """Steps between evaluations, at least 1. Without validation data there are no evaluations."""
         return self.evaluation.every or max(1, self.train.steps // 10)
+
+    @property
+    def cycles_momentum(self) -> bool:
+        """The schedule moves the momentum against the learning rate."""
+        is_cycle = self.schedule.kind == "one-cycle" and self.schedule.cycle_momentum
+        return is_cycle and OPTIMIZERS[self.optim.name].can_change_momentum and self.optim.momentum != 0
 
     @property
     def deciding_metric(self) -> str:

@@ -31,12 +31,20 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Steps before the bad one whose data is also omitted. Unused without a rollback."""
     layer_stats_every: int = 200
     """Steps between measurements of each layer's gradient, weight and activation norms. 0: never."""
+    noise_scale_every: int = 0
+    """Steps between measurements of the gradient noise scale, the global batch above which more samples per step hardly
+    help. Needs two micro-batches per step, or replicas (ddp, zero1). 0: never."""
     grad_norm_max: float = 10.0
     """Gradient norm above which to warn. 0: never."""
+    grad_norm_usual: float = 5.0
+    """Median gradient norm of the last 100 steps above which to warn. 0: never."""
     grad_norm_min: float = 1e-6
-    """Gradient norm below which to warn if it stays there. 0: never."""
+    """Gradient norm below which to warn if it stays there. 0: never, also not for a single layer."""
     clipped_share: float = 0.5
     """Share of clipped steps among the last 100 above which to warn. 0: never."""
+    loss_trend: bool = True
+    """Warn if the loss does not fall, swings without falling or levels off near its start, or if its gap to the
+    validation loss widens."""
     slowdown: float = 0.1
     """Relative drop below the run's earlier throughput at which to warn. 0: never."""
 
@@ -47,7 +55,9 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "max_roll_backs",
             "roll_back_margin",
             "layer_stats_every",
+            "noise_scale_every",
             "grad_norm_max",
+            "grad_norm_usual",
             "grad_norm_min",
             "clipped_share",
             "slowdown",

@@ -9,6 +9,7 @@ from clustertrain.config.hardware import GpuType
 from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import did_you_mean
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.train import Precision
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
@@ -217,3 +218,30 @@ def _check_cpu_support(precision: Precision, parallel: ParallelSpec, layout: Lay
     ):
         if applies:
             raise ConfigError(f"{problem}, and the device is cpu", fix=fix)
+
+
+def find_noise_problem(layout: Layout, parallel: ParallelSpec, micro_batches: int) -> str:
+    """Return why the gradient noise scale cannot be measured in steps of ``micro_batches``; empty if it can.
+
+    It compares the gradients of a small and a large batch, and ranks that split the model see no whole gradient.
+    """
+    if layout.tp > 1 or layout.pp > 1 or layout.cp > 1:
+        return f"{layout.describe()} splits the model or its sequences over the ranks"
+    if micro_batches > 1:
+        return ""
+    if layout.gradient_ranks == 1 or layout.is_fully_sharded:
+        return "each step has one micro-batch, so there is no gradient over a smaller batch"
+    if parallel.find_unused_parameters or parallel.static_graph:
+        return "each step has one micro-batch, which parallel.find_unused_parameters and static_graph must reduce"
+    return ""
+
+
+def check_noise_scale(stability: StabilitySpec, layout: Layout, parallel: ParallelSpec, micro_batches: int) -> None:
+    """Raise ConfigError if the recipe asks for a noise scale that cannot be measured."""
+    problem = find_noise_problem(layout, parallel, micro_batches) if stability.noise_scale_every else ""
+    if problem:
+        raise ConfigError(
+            f"stability.noise_scale_every = {stability.noise_scale_every}: {problem}",
+            fix="use a train.micro_batch of half a rank's samples per step or less under a data-parallel layout, or set"
+            " stability.noise_scale_every = 0",
+        )

@@ -36,6 +36,17 @@ def lr_at_step(spec: ScheduleSpec, step: int, total: int, *, peak: float, platea
     return peak * _DECAY_BY_KIND[spec.kind](spec, step, warmup, total)
 
 
+def momentum_at_step(spec: ScheduleSpec, step: int, total: int) -> float:
+    """Return the momentum of ``one-cycle`` in optimizer step ``step``, 1 to ``total``, as in torch's OneCycleLR.
+
+    It falls from ``max_momentum`` to ``min_momentum`` while the rate rises, and returns while the rate falls.
+    """
+    peak_at, span = peak_step(spec, total), spec.max_momentum - spec.min_momentum
+    if step < peak_at:
+        return spec.min_momentum + span * _half_cosine(_progress(step, 1, peak_at))
+    return spec.max_momentum - span * _half_cosine(_progress(step, peak_at, total))
+
+
 def _progress(step: int, first: int, last: int) -> float:
     """Return the progress from 0 at ``first`` to 1 at ``last``; a step function at ``last`` if they are equal."""
     return min(1.0, max(0.0, (step - first) / (last - first))) if last > first else float(step > last)

@@ -24,6 +24,7 @@ def check_modules(spec: OptimSpec, modules: Sequence[str]) -> set[str]:
     unfrozen = [p for u in spec.unfreeze for p in u.modules]
     _check_patterns("optim.freeze", spec.freeze, modules)
     _check_patterns("optim.lr_scale", list(spec.lr_scale), modules)
+    _check_patterns("optim.weight_decay_scale", list(spec.weight_decay_scale), modules)
     _check_patterns("optim.unfreeze.modules", unfrozen, modules)
     trained_modules = {
         m for m in modules if not any(matches(p, m) for p in spec.freeze) or any(matches(p, m) for p in unfrozen)

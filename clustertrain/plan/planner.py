@@ -10,14 +10,14 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
-from clustertrain.plan import pipeline_schedules
+from clustertrain.plan import checks, pipeline_schedules
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.decide import decide, decide_for_script
 from clustertrain.plan.decision import Explanation, PlanDecision, RejectedLayout
 from clustertrain.plan.env import nccl
 from clustertrain.plan.env.nccl import EnvSetting
-from clustertrain.plan.explain import search_result, training
+from clustertrain.plan.explain import practice, search_result, training
 from clustertrain.plan.explain.warnings import budget_warnings, model_loss_warnings, patience_warnings, plateau_warnings
 from clustertrain.plan.layout import Batch, Layout, pluralize
 from clustertrain.plan.request import PlanRequest
@@ -110,9 +110,14 @@ def plan(
     env_names = {*spec.env, *inherited_env}
     request = PlanRequest(spec, device, profile, model_stats)
     decision = decide(request) if spec.script is None else decide_for_script(request)
+    if spec.script is None:
+        checks.check_noise_scale(
+            spec.recipe.stability, decision.layout, spec.recipe.parallel, decision.batch.grad_accum
+        )
     lead_s, lead_reasons = _choose_signal_lead(job.time, profile.signal_lead_s)
     time = _estimate_time(spec, decision)
-    decision = decision.explained(Explanation(lead_reasons, _recipe_warnings(request, time.step_s)))
+    warmup_reasons = practice.explain_warmup(spec.recipe)[0] if spec.script is None else ()
+    decision = decision.explained(Explanation((*lead_reasons, *warmup_reasons), _recipe_warnings(request, time.step_s)))
     warnings = (*decision.warnings, *notes)
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
@@ -129,7 +134,9 @@ def plan(
             device, fabric, env_names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),
         env=nccl.process_env(device, job.cpus_per_gpu, job.gpus, env_names),
-        training=training.describe_training(spec, decision.layout, request.optimizer_state, request.device),
+        training=training.describe_training(
+            spec, decision.layout, request.optimizer_state, request.device, decision.batch.global_batch
+        ),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.preemption_test.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*decision.reasons, *warnings),
@@ -161,6 +168,10 @@ def _recipe_warnings(request: PlanRequest, step_s: float | None) -> tuple[str, .
         return ()
     return (
         *budget_warnings(recipe.contract, step_s, recipe.train.steps, request.world_size),
+        *practice.lost_time_warnings(recipe.checkpoint, step_s, recipe.train.steps),
+        *practice.lr_warnings(recipe),
+        *practice.explain_warmup(recipe)[1],
+        *practice.precision_warnings(recipe.train.precision, request.gpu),
         *patience_warnings(recipe),
         *plateau_warnings(recipe),
         *(model_loss_warnings(recipe) if request.model_stats is None else ()),

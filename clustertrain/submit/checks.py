@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from clustertrain.config.checks import image_checks, storage_paths, unused_keys
+from clustertrain.config.checks import epochs, image_checks, storage_paths, unused_keys
 from clustertrain.config.checks.cross_checks import check_contract
 from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.parsing import time_limits
@@ -132,6 +132,11 @@ def check_schema(parsed: ParsedRecipe) -> None:
     parsed.values  # noqa: B018 - typed on first access
 
 
+def check_epoch_keys(parsed: ParsedRecipe) -> None:
+    """Refuse the same quantity in epochs and in steps."""
+    epochs.check_alternatives(parsed.document, parsed.source)
+
+
 def check_unused_keys(parsed: ParsedRecipe) -> Notes:
     """Refuse keys that have no effect on the recipe; note those of the file that an override disables."""
     unused = parsed.unused
@@ -171,17 +176,6 @@ def check_remote_protocol(parsed: ParsedRecipe) -> None:
         storage_paths.check_protocol(parsed.values.checkpoint.remote)
 
 
-def check_profiled_steps(parsed: ParsedRecipe) -> None:
-    """Refuse profiled steps after the last step of the run."""
-    train, profiled = parsed.values.train, parsed.values.profiled_steps
-    if parsed.script is None and profiled and profiled[-1] >= train.steps:
-        verb = "starts" if profiled[0] >= train.steps else "ends"
-        raise ConfigError(
-            f"train.profile = {train.profile!r} {verb} after the last step (train.steps = {train.steps})",
-            fix=f"profile steps up to {train.steps}, as --profile steps={max(0, train.steps - 10)}:{train.steps}",
-        )
-
-
 def check_traceable(parsed: ParsedRecipe) -> None:
     """Refuse --trace-memory for a script and for the built-in decoder."""
     if parsed.request.count_mode == "trace" and (parsed.script is not None or parsed.values.model.is_decoder):
@@ -217,6 +211,17 @@ def check_environment(run: ResolvedRun) -> None:
 def check_time_limit(run: ResolvedRun) -> None:
     """Refuse a time limit that sbatch does not take."""
     time_limits.parse_time_limit_s(run.spec.job.time)
+
+
+def check_profiled_steps(run: ResolvedRun) -> None:
+    """Refuse profiled steps after the last step of the run."""
+    train, profiled = run.spec.recipe.train, run.spec.recipe.profiled_steps
+    if run.spec.script is None and profiled and profiled[-1] >= train.steps:
+        verb = "starts" if profiled[0] >= train.steps else "ends"
+        raise ConfigError(
+            f"train.profile = {train.profile!r} {verb} after the last step (train.steps = {train.steps})",
+            fix=f"profile steps up to {train.steps}, as --profile steps={max(0, train.steps - 10)}:{train.steps}",
+        )
 
 
 def check_preemption_test(run: ResolvedRun) -> Notes:
@@ -341,11 +346,11 @@ REQUEST_CHECKS: tuple[Callable[[SubmitRequest], Notes], ...] = (check_utf8_argum
 RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
     check_script_keys,
     check_schema,
+    check_epoch_keys,
     check_unused_keys,
     check_contract_metric,
     check_built_in_images,
     check_remote_protocol,
-    check_profiled_steps,
     check_traceable,
 )
 RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
@@ -356,6 +361,7 @@ RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
     check_utf8_spec,
     check_environment,
     check_time_limit,
+    check_profiled_steps,
     check_preemption_test,
 )
 PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (

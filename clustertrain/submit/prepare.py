@@ -11,7 +11,7 @@ from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
 from clustertrain.submit import checks
 from clustertrain.submit.launchers import replace_launcher
-from clustertrain.submit.preflight import model_stats
+from clustertrain.submit.preflight import data_size, model_stats
 from clustertrain.submit.preflight.model_stats import ModelCountError, ModelStats
 from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun
 from clustertrain.submit.recipe import parse_recipe
@@ -34,7 +34,7 @@ def prepare(
     translation = replace_launcher(request)
     parsed = parse_recipe(translation.request)
     notes = [*translation.notes, *checks.run_checks(checks.RECIPE_CHECKS, parsed)]
-    run = resolve_run(parsed, existing_backend, purpose)
+    run = data_size.resolve_epochs(resolve_run(parsed, existing_backend, purpose))
     notes += [*([run.python.note] if run.python.note else []), *checks.run_checks(checks.RUN_CHECKS, run)]
     stats = None
     if _must_count(run):

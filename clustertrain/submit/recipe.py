@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from clustertrain.config.checks import adapter_checks, unused_keys
+from clustertrain.config.checks import adapter_checks, epochs, unused_keys
 from clustertrain.config.checks.unused_keys import KeyCondition
 from clustertrain.config.huggingface import families
 from clustertrain.config.job import JobSpec, ScriptSpec
@@ -90,10 +90,21 @@ def parse_recipe(request: SubmitRequest) -> ParsedRecipe:
     """
     file_document, script, name = _load_target(request)
     document, overrides = copy.deepcopy(file_document), dict[str, Any]()
-    for path, value in _list_overrides(request):
+    assigned = _list_overrides(request)
+    for path, _ in assigned:
+        _remove_alternatives(document, path)
+    for path, value in assigned:
         set_value_at(document, path, value)
         set_value_at(overrides, path, copy.deepcopy(value))
     return ParsedRecipe(request, name, script, file_document, overrides, document)
+
+
+def _remove_alternatives(document: dict[str, Any], assigned: str) -> None:
+    """Remove the keys of the file that set the same quantity as ``assigned``: ``--set`` wins over the file."""
+    for group in epochs.ALTERNATIVES:
+        for key in epochs.find_alternatives(document, group) if assigned in group else ():
+            table, _, name = key.partition(".")
+            del document[table][name]
 
 
 def is_integer_key(key: str) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import nn
 
+from clustertrain.config.checks.epochs import has_epoch_keys, list_epoch_keys
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.config.huggingface import tensor_names
 from clustertrain.config.recipe import Recipe
+from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
@@ -58,7 +61,11 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
     )
     groups = session.parameter_groups(
-        optim.name, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, lr_scale=optim.lr_scale
+        optim.name,
+        weight_decay=optim.weight_decay,
+        layer_decay=optim.layer_decay,
+        lr_scale=optim.lr_scale,
+        weight_decay_scale=optim.weight_decay_scale,
     )
     options = registry.build_options(optim, is_text=recipe.is_text, device=session.device)
     optimizer = session.optimizer(optim.name, groups, **options)
@@ -103,11 +110,22 @@ def _add_adapters(session: Session, recipe: Recipe, model: nn.Module) -> None:
     )
 
 
+def check_epoch_size(recipe: Recipe, samples: int) -> None:
+    """Raise ConfigError if the keys in epochs were resolved for another number of training samples."""
+    if has_epoch_keys(recipe) and samples != recipe.data.samples:
+        raise ConfigError(
+            f"{' and '.join(list_epoch_keys(recipe))}: the steps were computed for data.samples ="
+            f" {recipe.data.samples}, but the training data has {samples}",
+            fix="correct or remove data.samples, or submit again if the data has changed",
+        )
+
+
 def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:
     """Return the recipe's learning rate schedule, which scales ``peak``."""
     # The schedule observes a validation metric, even if the deciding metric is not one.
     higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
-    return LearningRate(recipe.schedule, peak=peak, total=recipe.train.steps, higher_is_better=higher_is_better)
+    spec = msgspec.structs.replace(recipe.schedule, cycle_momentum=recipe.cycles_momentum)
+    return LearningRate(spec, peak=peak, total=recipe.train.steps, higher_is_better=higher_is_better)
 
 
 def build_evaluations(
@@ -152,6 +170,7 @@ def train(recipe: Recipe, batch: Batch) -> None:
     total = recipe.train.steps
     with session() as s:
         trainer = build_trainer(s, recipe, batch)
+        check_epoch_size(recipe, len(trainer.task.dataset))
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
         evaluations = build_evaluations(s, trainer.task, recipe, on_value=trainer.schedule.observe)
         state = {
@@ -164,3 +183,6 @@ def train(recipe: Recipe, batch: Batch) -> None:
             trainer.schedule.apply(trainer.optimizer, step + 1)
             result = trainer.step()
             s.log(loss=result.loss, grad_norm=result.grad_norm)
+            momentum = trainer.schedule.momentum_at(step + 1)
+            if momentum is not None:
+                s.log(momentum=momentum)

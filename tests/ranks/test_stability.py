@@ -18,7 +18,7 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage import goodput
 from clustertrain.train.stability.divergence import CHECK_LAG_STEPS
-from tests.ranks import faulty_data
+from tests.ranks import faulty_data, known_noise
 from tests.ranks.rank_pool import DEVICE, Ranks, digest, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
@@ -221,3 +221,39 @@ def test_layer_figures_are_independent_of_layout(tmp_path: Path, layout: Layout)
     columns = ("grad_norm", "weight_norm", "update_ratio", "activation")
     assert sorted(expected) == sorted(f"{column}/{unit}" for column in columns for unit in units)
     assert actual == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch"),
+    [
+        (Layout(strategy="ddp", dp_replicate=2), 8),  # one micro-batch per step
+        (Layout(strategy="zero1", dp_replicate=2), 4),
+        (Layout(strategy="fsdp", dp_shard=2), 4),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, Layout) else str(value),
+)
+def test_noise_scale_and_momentum_cycle_under_each_layout(tmp_path: Path, layout: Layout, micro_batch: int) -> None:
+    steps = 20
+    run = make_run(
+        tmp_path / "run",
+        layout,
+        2,
+        steps=steps,
+        every=steps,
+        micro_batch=micro_batch,
+        model={"entry": "tests.ranks.known_noise:Quadratic"},
+        data={"kind": "custom", "entry": "tests.ranks.known_noise:Samples"},
+        tables={
+            "objective": {"kind": "mse"},
+            "optim": {"name": "sgd", "lr": 1e-9},
+            "schedule": {"kind": "one-cycle"},
+            "stability": {"noise_scale_every": 2},
+        },
+    )
+    rows = Ranks(run, 2).expect(0).rows()
+    assert [r["step"] for r in rows if "noise_scale" in r] == list(range(2, steps + 1, 2))
+    assert rows[-1]["noise_scale"] == pytest.approx(known_noise.NOISE_SCALE, rel=0.15)
+    # A measurement does not change the gradient: it reduces that of the whole batch in another order.
+    norms = [r["grad_norm"] for r in rows]
+    assert max(norms) < 1.1 * min(norms)
+    assert [rows[i]["momentum"] for i in (0, 5, steps - 1)] == pytest.approx([0.95, 0.85, 0.95])

@@ -11,6 +11,7 @@ from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX, M
 from clustertrain.config.model import DATA_KINDS_BY_MODEL
 from clustertrain.config.objective import ObjectiveKind
 from clustertrain.config.parsing.documents import did_you_mean, format_value
+from clustertrain.config.train import UNRESOLVED
 from clustertrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise ValueError, with the keys of both tables, if two tables contradict each other."""
     _check_data(recipe)
     _check_objective(recipe)
-    _check_schedule(recipe)
+    if recipe.train.steps != UNRESOLVED:
+        _check_schedule(recipe)
+        _check_roll_back(recipe)
     _check_evaluation(recipe)
-    _check_roll_back(recipe)
     _check_best(recipe)
     adapter_checks.check_adapter(recipe)
 

@@ -1,4 +1,4 @@
-"""Patterns of module names, used by ``optim.freeze``, ``optim.lr_scale`` and ``adapter.target_modules``."""
+"""Patterns of module names: ``optim.freeze``, ``optim.lr_scale`` and other keys of that kind use them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ TRAINER_KEYS = (
     "schedule",
     "evaluation",
     "train.steps",
+    "train.epochs",
     "train.global_batch",
     "train.micro_batch",
     "checkpoint.every",

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.config.checks import epochs
 from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.data import DIGITS
 from clustertrain.config.job import RunSpec
@@ -91,6 +92,8 @@ _ZERO_DISABLES = (
     "optim.clip_norm",
     "optim.momentum",
     "schedule.warmup_steps",
+    "schedule.warmup_ratio",
+    "schedule.warmup_epochs",
     "schedule.cooldown_steps",
     "evaluation.warn_when_rising",
 )
@@ -204,6 +207,29 @@ _WORKERS = KeyCondition(
     lambda recipe: "data.workers = 0",
     "set data.workers to 1 or more, or to -1",
 )
+_WEIGHT_DECAY = KeyCondition(
+    lambda recipe: recipe.optim.weight_decay != 0,
+    lambda recipe: "optim.weight_decay = 0",
+    "set optim.weight_decay",
+)
+_CYCLED_MOMENTUM = KeyCondition(
+    lambda recipe: recipe.cycles_momentum,
+    lambda recipe: (
+        f"schedule.kind = {format_value(recipe.schedule.kind)}, schedule.cycle_momentum ="
+        f" {format_value(recipe.schedule.cycle_momentum)} and optim.name = {format_value(recipe.optim.name)}"
+    ),
+    'set schedule.kind = "one-cycle" with an optimizer whose momentum can change',
+)
+_FIXED_MOMENTUM = KeyCondition(
+    lambda recipe: not recipe.cycles_momentum,
+    lambda recipe: 'schedule.kind = "one-cycle", whose momentum lies between schedule.min_momentum and max_momentum',
+    "set schedule.cycle_momentum = false",
+)
+_EPOCHS = KeyCondition(
+    epochs.has_epoch_keys,
+    lambda recipe: "no key in epochs",
+    "set train.epochs",
+)
 _TELEMETRY = KeyCondition(
     lambda recipe: recipe.telemetry.enabled, lambda recipe: "telemetry.enabled = false", "set telemetry.enabled = true"
 )
@@ -220,6 +246,7 @@ _RESIZABLE_DATA = KeyCondition(
 _DECODER_KEYS = (
     "head_dim", "rope_scaling", "norm_offset", "qkv_bias", "qk_norm", "activation", "scale_embeddings",
 )  # fmt: skip
+_WARMUP_KINDS = ("cosine", "linear", "step", "plateau", "wsd", "constant")
 _SIZES = (
     "vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len", "rope_theta", "norm_eps",
     "tie_embeddings", "dropout", *_DECODER_KEYS,
@@ -244,6 +271,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("data.image_size", _when_data("images")),
     ("data.image_size", _RESIZABLE_DATA),
     ("data.augment", _when_data("images")),
+    ("data.samples", _EPOCHS),
     ("data.prefetch", _WORKERS),
     ("objective.label_smoothing", _when_objective("cross-entropy")),
     ("objective.ignore_index", _when_objective("cross-entropy")),
@@ -251,18 +279,24 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("objective.temperature", _when_objective("nt-xent")),
     ("objective.temperature", _TEMPERATURE),
     ("adapter", _when_value("adapter.kind", lambda recipe: recipe.adapter.kind, "lora", "dora")),
+    ("optim.weight_decay_scale", _WEIGHT_DECAY),
     ("optim.betas", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_betas))),
     ("optim.eps", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_eps))),
     ("optim.momentum", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_momentum))),
+    ("optim.momentum", _FIXED_MOMENTUM),
     ("optim.nesterov", _when_optimizer("sgd")),
     ("optim.clip_norm", _when_clip("norm", "adaptive")),  # adaptive: until enough norms are known
     ("optim.clip_value", _when_clip("value")),
     ("optim.clip_quantile", _when_clip("adaptive")),
-    ("schedule.warmup_steps", _when_schedule("cosine", "linear", "step", "plateau", "wsd", "constant")),
+    *(
+        (f"schedule.{name}", _when_schedule(*_WARMUP_KINDS))
+        for name in ("warmup_steps", "warmup_ratio", "warmup_epochs")
+    ),
     ("schedule.floor", _when_schedule("cosine", "linear", "plateau", "wsd")),
-    *((f"schedule.{name}", _when_schedule("step")) for name in ("milestones", "gamma")),
+    *((f"schedule.{name}", _when_schedule("step")) for name in ("milestones", "milestone_epochs", "gamma")),
     ("schedule.cooldown_steps", _when_schedule("wsd")),
-    *((f"schedule.{name}", _when_schedule("one-cycle")) for name in ("rise", "initial", "final")),
+    *((f"schedule.{name}", _when_schedule("one-cycle")) for name in ("rise", "initial", "final", "cycle_momentum")),
+    *((f"schedule.{name}", _CYCLED_MOMENTUM) for name in ("max_momentum", "min_momentum")),
     *((f"schedule.{name}", _when_schedule("plateau")) for name in ("factor", "patience", "threshold")),
     ("evaluation", _VALIDATION),
     ("contract.on_budget_spent", _BUDGET),

@@ -23,6 +23,7 @@ class Bound(NamedTuple):
 
 
 _STEPS = Bound(10**9, "a billion steps of a millisecond take 11 days, and no published run has more than 10 million")
+_EPOCHS = Bound(10**6, "no published run passes over its data that often")
 _BATCH = Bound(2**20, "the largest published batches have some 65,536 samples")
 _TOKENS = Bound(2**24, "the longest published contexts have 10 million tokens")
 _CHECKPOINTS = Bound(10**6, "no filesystem holds that many checkpoints of a run")
@@ -59,6 +60,7 @@ BOUNDS: Mapping[str, Bound] = {
     "data.seq_len": _TOKENS,
     "data.max_bytes": Bound(2**40, "the text is read into memory: a tokenized folder has no such limit"),
     "data.image_size": Bound(2**14, "an image of 16,384 x 16,384 pixels takes 3 GiB"),
+    "data.samples": Bound(10**15, "the largest published data sets have some 10^13 tokens"),
     "data.workers": Bound(1024, "each worker is a process on the node"),
     "data.prefetch": Bound(10_000, "each worker keeps that many micro-batches in memory"),
     "data.augment.crop": Bound(2**14, "images have at most 16,384 x 16,384 pixels"),
@@ -67,6 +69,7 @@ BOUNDS: Mapping[str, Bound] = {
     "optim.lr": Bound(1000.0, "every optimizer diverges there: published rates lie between 1e-6 and 40"),
     "optim.lr_reference_batch": _BATCH,
     "optim.lr_scale": Bound(1e6, "it multiplies optim.lr"),
+    "optim.weight_decay_scale": Bound(1e6, "it multiplies optim.weight_decay"),
     "optim.eps": Bound(10.0, "it would outweigh every gradient: published values lie between 1e-16 and 1"),
     "optim.weight_decay": Bound(1000.0, "the weights would vanish in one step: 0.1 is usual"),
     "optim.clip_norm": _LIMIT,
@@ -74,13 +77,16 @@ BOUNDS: Mapping[str, Bound] = {
     "optim.unfreeze.step": _STEPS,
     "objective.delta": Bound(1e12, "the loss equals mse there"),
     "schedule.warmup_steps": _STEPS,
+    "schedule.warmup_epochs": _EPOCHS,
     "schedule.milestones": _STEPS,
+    "schedule.milestone_epochs": _EPOCHS,
     "schedule.cooldown_steps": _STEPS,
     "schedule.patience": _COUNT,
     "parallel.bucket_mib": Bound(2**20, "that is a TiB, more than any GPU has"),
     "parallel.prefetch": Bound(10_000, "a model has at most 10,000 layers"),
     "parallel.virtual_stages": Bound(10_000, "a model has at most 10,000 layers"),
     "train.steps": _STEPS,
+    "train.epochs": _EPOCHS,
     "train.log_every": _STEPS,
     "train.global_batch": _BATCH,
     "train.micro_batch": _BATCH,
@@ -91,12 +97,16 @@ BOUNDS: Mapping[str, Bound] = {
     "stability.max_roll_backs": _COUNT,
     "stability.roll_back_margin": _STEPS,
     "stability.layer_stats_every": _STEPS,
+    "stability.noise_scale_every": _STEPS,
     "stability.grad_norm_max": _LIMIT,
+    "stability.grad_norm_usual": _LIMIT,
     "stability.grad_norm_min": _LIMIT,
     "evaluation.every": _STEPS,
+    "evaluation.every_epochs": _EPOCHS,
     "evaluation.samples": Bound(10**12, "0 is all of them"),
     "evaluation.micro_batch": _BATCH,
     "evaluation.patience": _COUNT,
+    "evaluation.patience_epochs": _EPOCHS,
     "evaluation.warn_when_rising": _COUNT,
     "checkpoint.every": _STEPS,
     "checkpoint.keep": _CHECKPOINTS,

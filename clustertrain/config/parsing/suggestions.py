@@ -22,6 +22,14 @@ _BOOL_WORDS: Mapping[str, str] = {
 _NUMBERS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 
 
+# Keys that count steps, and the key for a share or for epochs.
+_SHARES: Mapping[str, tuple[str, str]] = {
+    "schedule.warmup_steps": ("schedule.warmup_ratio", "a fraction of the steps"),
+    "schedule.milestones": ("schedule.milestone_epochs", "epochs"),
+    "train.steps": ("train.epochs", "passes over the data"),
+}
+
+
 @dataclass(frozen=True)
 class _InvalidValue:
     """An invalid value of a document."""
@@ -164,7 +172,11 @@ def _suggest_number(invalid: _InvalidValue) -> str | None:
     if isinstance(value, float):
         if value.is_integer():
             return invalid.suggest(str(int(value)))
-        return "write an integer" + (": it is a count, not a fraction" if 0 < value < 1 else "")
+        other = _SHARES.get(invalid.key.partition("[")[0])
+        fraction = f", or {other[0]} for {other[1]}" if other else ""
+        return f"write an integer{fraction}" + (
+            ": it is a count, not a fraction" if 0 < value < 1 and not other else ""
+        )
     try:
         parsed = toml_parser.loads(f"value = {value}", invalid.key)["value"] if isinstance(value, str) else None
     except (tomllib.TOMLDecodeError, ConfigError):

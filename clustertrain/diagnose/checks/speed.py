@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from clustertrain import clock, fsio
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
-from clustertrain.train.data.loader import Loader
+from clustertrain.train.data.loader import Loader, resolve_workers
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.trainer import Trainer
 
@@ -26,16 +27,17 @@ HEADROOM = 1.2  # read rate over the rate that a step needs, for workers to suff
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     total = WARMUP_STEPS + TIMED_STEPS + len(WORKER_COUNTS)
+    cores = len(os.sched_getaffinity(0))
+    configured_workers = resolve_workers(subject.recipe.data.workers, subject.device, cores)
     with subject.trainer() as trainer:
         parts = _measure_parts(trainer, subject, lambda completed: on_progress(completed, total))
     read_rates = {}
-    for i, workers in enumerate(sorted({*WORKER_COUNTS, max(0, subject.recipe.data.workers)})):
+    for i, workers in enumerate(sorted({*WORKER_COUNTS, configured_workers})):
         read_rates[workers] = _measure_samples_per_s(subject, workers)
         on_progress(WARMUP_STEPS + TIMED_STEPS + min(i + 1, len(WORKER_COUNTS)), total)
     step_s = parts.pop("step")
     computing_s = max(step_s - parts["data"], 1e-9)
     needed_rate = subject.batch.micro_batch / computing_s
-    configured_workers = max(0, subject.recipe.data.workers)
     data_share = parts["data"] / step_s
     evidence: dict[str, Any] = {
         "step_s": step_s,

@@ -28,6 +28,10 @@ def describe_optimizer(spec: OptimSpec, layout: Layout, state: OptimizerStateSiz
             "that the predicted time excludes"
         )
     parts.append(f"weight decay {spec.weight_decay:g} except for norms, biases and embeddings")
+    parts += [
+        f"weight decay {spec.weight_decay * factor:g} in {pattern}"
+        for pattern, factor in spec.weight_decay_scale.items()
+    ]
     if spec.layer_decay != 1:
         parts.append(f"lr x {spec.layer_decay:g} for each layer below the head")
     parts += [f"lr x {factor:g} in {pattern}" for pattern, factor in spec.lr_scale.items()]

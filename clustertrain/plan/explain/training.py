@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from clustertrain.config.checks.epochs import describe_epochs, has_epoch_keys
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
@@ -18,7 +19,9 @@ from clustertrain.printable import printable
 MAX_COMMAND_CHARS = 100
 
 
-def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize | None, device: str) -> dict[str, str]:
+def describe_training(
+    spec: RunSpec, layout: Layout, state: OptimizerStateSize | None, device: str, global_batch: int
+) -> dict[str, str]:
     """Return the descriptions by subject.
 
     Args:
@@ -37,6 +40,7 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
         **_describe_attention(recipe, layout, device),
         "objective": _describe_objective(recipe),
         "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
+        **({"epochs": describe_epochs(recipe, global_batch)} if has_epoch_keys(recipe) else {}),
         "schedule": _describe_schedule(recipe),
         "clipping": _describe_clipping(recipe.optim),
         "evaluation": _describe_evaluation(recipe),
@@ -115,6 +119,11 @@ def _describe_schedule(recipe: Recipe) -> str:
     end = f"{lr_schedule.lr_at_step(spec, total, total, peak=peak):.4g}"
     warmup = spec.resolve_warmup_steps(total)
     start = f"up to {peak:g} in {warmup} steps" if warmup > 1 else f"{peak:g} from the first step"
+    momentum = (
+        f"; momentum from {spec.max_momentum:g} down to {spec.min_momentum:g}, and back"
+        if recipe.cycles_momentum
+        else ""
+    )
     description = {
         "cosine": f"{start}, then down to {end}",
         "linear": f"{start}, then down to {end}",
@@ -130,7 +139,7 @@ def _describe_schedule(recipe: Recipe) -> str:
         ),
         "one-cycle": (
             f"from {lr_schedule.lr_at_step(spec, 1, total, peak=peak):.4g} up to {peak:g} at "
-            f"{lr_schedule.peak_step(spec, total)}, down to {end}"
+            f"{lr_schedule.peak_step(spec, total)}, down to {end}{momentum}"
         ),
     }[spec.kind]
     return f"{spec.kind} over {pluralize(total, 'step')}: {description}"

@@ -41,6 +41,7 @@ CHARTS = (
     Chart("training", "data_wait_s", "Data wait per step", "s", 1, "zero", 3),
     Chart("training", "loss", "Loss", "", 1, "data", 4),
     Chart("training", "grad_norm", "Gradient norm", "", 1, "zero", 3),
+    Chart("training", "noise_scale", "Gradient noise scale", "samples", 1, "zero", 1),
     Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0),
     Chart("gpus", "sm_activity", "SM activity", "%", 100, "percent", 0),
     Chart("gpus", "tensor_activity", "Tensor core activity", "%", 100, "percent", 0),

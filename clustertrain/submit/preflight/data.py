@@ -63,7 +63,7 @@ def check_data(prepared: PreparedRun) -> str | None:
 def check_epoch_size(prepared: PreparedRun) -> str | None:
     """Return a note if a global batch exceeds the number of training samples, as far as that is known here."""
     recipe, batch = prepared.spec.recipe, prepared.plan.batch.global_batch
-    samples = _count_samples(recipe) if prepared.spec.script is None else None
+    samples = count_samples(recipe) if prepared.spec.script is None else None
     if samples is None:
         return None
     is_single_file = recipe.data_path is not None and recipe.data_path.is_file()
@@ -82,7 +82,7 @@ def check_epoch_size(prepared: PreparedRun) -> str | None:
     )
 
 
-def _count_samples(recipe: Recipe) -> int | None:
+def count_samples(recipe: Recipe) -> int | None:
     """Return the number of samples including validation; for a folder of text, an upper bound.
 
     None if counting them would require reading the data.

@@ -42,7 +42,7 @@ HOST_CURVES: dict[str, tuple[str, ...]] = {
     "infiniband_bytes_per_s": ("infiniband_rx_bytes", "infiniband_tx_bytes"),
     "disk_bytes_per_s": ("disk_read_bytes", "disk_write_bytes"),
 }
-TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", "grad_norm")
+TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", "grad_norm", "noise_scale")
 # Curves of the heat map if not every GPU has individual curves.
 HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
 

@@ -46,6 +46,8 @@ class StepResult:
     """The scaled gradient left the range of fp16. The loss scale handles that: the step is skipped, but not bad."""
     layers: AsyncCopy | None = None
     """Statistics per layer, if requested for this step."""
+    noise_scale: torch.Tensor | None = None
+    """Gradient noise scale in samples, if it was measured in this step."""
 
 
 def as_sum_and_count(value: LossValue, target: Any, is_padding: bool) -> tuple[torch.Tensor, torch.Tensor | int]:

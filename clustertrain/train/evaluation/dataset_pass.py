@@ -12,10 +12,11 @@ from torch.utils import _pytree as pytree
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.seeds import derive_seed
-from clustertrain.train.data.loader import MapStyleDataset, prefetch_batches, unwrap_batch
+from clustertrain.train.data.loader import MapStyleDataset, prefetch_batches, resolve_workers, unwrap_batch
 from clustertrain.train.data.prefetch import DeviceTransfer
 from clustertrain.train.data.sample_checks import Limits, SampleChecker
 from clustertrain.train.data.sample_reader import BatchReader, SampleKey
+from clustertrain.train.distributed.mesh import cores_per_rank
 
 PREFETCH_BATCHES = 2  # micro-batches that each worker keeps ready
 
@@ -180,7 +181,7 @@ def build_pass(
         micro_batch=config.micro_batch,
         rank=context.data_rank,
         ranks=context.layout.data_parallel,
-        workers=config.workers,
+        workers=resolve_workers(config.workers, context.device, cores_per_rank(context)),
         seed=seed,
         device=context.device,
         max_samples=config.max_samples,

@@ -25,6 +25,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
 
+def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    """Set the momentum, or the first beta, of every group that has one. A momentum of 0 stays 0."""
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            group["momentum"] = momentum
+        if "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+
+
 def unscaled_lr(optimizer: torch.optim.Optimizer) -> float:
     """Return the learning rate without the groups' ``lr_scale``, as passed to :func:`set_lr`."""
     groups = optimizer.param_groups
@@ -56,9 +65,19 @@ class LearningRate:
         """Return the learning rate of optimizer step ``step``, from 1 to the total."""
         return lr_schedule.lr_at_step(self._spec, step, self._total, peak=self._peak, plateau_factor=self._factor)
 
+    def momentum_at(self, step: int) -> float | None:
+        """Return the momentum of optimizer step ``step``; None if the schedule does not change it."""
+        if self._spec.kind != "one-cycle" or not self._spec.cycle_momentum:
+            return None
+        return lr_schedule.momentum_at_step(self._spec, step, self._total)
+
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set each group's learning rate for optimizer step ``step``, times its ``lr_scale``."""
+        """Set each group's learning rate for optimizer step ``step``, times its ``lr_scale``, and its momentum if the
+        schedule cycles it."""
         set_lr(optimizer, self.at(step))
+        momentum = self.momentum_at(step)
+        if momentum is not None:
+            set_momentum(optimizer, momentum)
 
     @property
     def is_metric_driven(self) -> bool:

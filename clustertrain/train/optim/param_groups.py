@@ -25,6 +25,7 @@ def parameter_groups(
     weight_decay: float,
     layer_decay: float = 1.0,
     lr_scale: Mapping[str, float] | None = None,
+    weight_decay_scale: Mapping[str, float] | None = None,
     split_hidden: bool = False,
 ) -> ParamGroups:
     """Return the trainable parameters of ``model`` on this rank, grouped by weight decay and learning-rate factor.
@@ -34,30 +35,31 @@ def parameter_groups(
         weight_decay: of matrices; norms, biases, embeddings and scalars have none.
         layer_decay: factor of a layer's rate relative to the layer above; the head has 1.
         lr_scale: factors of the rate by pattern of module names; the last match applies.
+        weight_decay_scale: factors of the weight decay, likewise.
         split_hidden: add the key ``matrices``, true for groups of hidden matrices.
 
     Raises:
         ConfigError: a pattern matches nothing, or ``layer_decay`` is set for a model with unknown layers.
     """
     param_table.check_layer_decay(layer_decay)
-    factors: dict[str, float] = {}
-    for pattern, factor in (lr_scale or {}).items():
-        factors.update(dict.fromkeys(param_table.match_names(pattern, "optim.lr_scale"), factor))
-    grouped: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
+    lr_factors = _factors_by_name(param_table, lr_scale, "optim.lr_scale")
+    decay_factors = _factors_by_name(param_table, weight_decay_scale, "optim.weight_decay_scale")
+    grouped: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for name, p in trainable_parameters(model):
         info = param_table.by_name[name]
-        scale = layer_decay ** (info.depth or 0) * factors.get(name, 1.0)
+        scale = layer_decay ** (info.depth or 0) * lr_factors.get(name, 1.0)
         hidden = split_hidden and info.hidden
-        grouped.setdefault((hidden, info.decays, scale), []).append(p)
+        decay_factor = decay_factors.get(name, 1.0) if info.decays else 0.0
+        grouped.setdefault((hidden, decay_factor, scale), []).append(p)
     return [
         {
             "params": params,
-            "weight_decay": weight_decay if decays else 0.0,
+            "weight_decay": weight_decay * decay_factor,
             LR_SCALE: scale,
-            LABEL: _label(hidden, decays, scale),
+            LABEL: _label(hidden, decay_factor, scale),
             **({MATRICES: hidden} if split_hidden else {}),
         }
-        for (hidden, decays, scale), params in sorted(grouped.items(), key=lambda item: item[0], reverse=True)
+        for (hidden, decay_factor, scale), params in sorted(grouped.items(), key=lambda item: item[0], reverse=True)
     ]
 
 
@@ -66,8 +68,17 @@ def groups_for_unsharded(model: nn.Module, weight_decay: float) -> ParamGroups:
     return parameter_groups(model, build_param_table(model), weight_decay=weight_decay)
 
 
-def _label(hidden: bool, decays: bool, scale: float) -> str:
-    labels = ["hidden matrices"] * hidden + ["decay" if decays else "no decay"]
+def _factors_by_name(param_table: ParamTable, factors: Mapping[str, float] | None, key: str) -> dict[str, float]:
+    """Return the factor of each matched parameter by name; the last pattern that matches applies."""
+    by_name: dict[str, float] = {}
+    for pattern, factor in (factors or {}).items():
+        by_name.update(dict.fromkeys(param_table.match_names(pattern, key), factor))
+    return by_name
+
+
+def _label(hidden: bool, decay_factor: float, scale: float) -> str:
+    decay = "no decay" if not decay_factor else "decay" if decay_factor == 1.0 else f"decay x {decay_factor:.6g}"
+    labels = ["hidden matrices"] * hidden + [decay]
     return ", ".join([*labels, *([f"lr x {scale:.6g}"] if scale != 1.0 else [])])
 
 

@@ -20,6 +20,7 @@ from clustertrain.train.session.heartbeat import ProgressReporter
 from clustertrain.train.session.metrics_writer import MetricsWriter, PlainValue, Scalar, check_scalar
 from clustertrain.train.stability.layer_stats import LayerStats
 from clustertrain.train.stability.monitor import StabilityMonitor
+from clustertrain.train.stability.noise_scale import NoiseScale
 from clustertrain.train.stability.warnings import BAD_SAMPLES_KEY, WarningReporter
 
 _GIB = 1 << 30
@@ -46,6 +47,7 @@ class MetricsProcessor:
         self._attempt = context.attempt.n if context.attempt is not None else 0
         metrics_path = self._metrics_path(-1)
         progress.load_totals(metrics_path)
+        self._warnings = warnings
         self.monitor: StabilityMonitor | None = None
         echo_every = self._log_every if context.rank == 0 else 0
         self.writer = MetricsWriter(metrics_path, echo_every, self._finalize_row, warnings.observe)
@@ -65,6 +67,9 @@ class MetricsProcessor:
 
     def layer_stats_for(self, step: int) -> LayerStats | None:
         return self.monitor.layer_stats_for(step) if self.monitor is not None else None
+
+    def noise_scale_for(self, step: int) -> NoiseScale | None:
+        return self.monitor.noise_scale_for(step) if self.monitor is not None else None
 
     def log(self, scalars: Mapping[str, Scalar]) -> None:
         """Add scalars to the current row; see ``Session.log``, also for errors."""
@@ -93,6 +98,8 @@ class MetricsProcessor:
             *result.bad,
         )
         self._pending_copies = [AsyncCopy(names, values)] if self.writer.is_active else []
+        if result.noise_scale is not None and self.writer.is_active:
+            self._pending_copies.append(AsyncCopy(["noise_scale"], [result.noise_scale]))
         if result.layers is not None and self.writer.is_active:
             self._pending_copies.append(result.layers)
         if self.monitor is not None:
@@ -100,10 +107,11 @@ class MetricsProcessor:
         self._step_values = {"lr": lr, **({"overflow": 1} if result.overflow else {})}
 
     def _finalize_row(self, row: dict[str, Any]) -> None:
-        """Name the samples of a bad step in its row before it is written.
+        """Add the generalization gap of an evaluation and the samples of a bad step to its row before it is written.
 
         A step that overflowed fp16 is not bad: the loss scale handles it.
         """
+        self._warnings.finalize(row)
         moments = [row.pop(name) for name in _NONFINITE_COLUMNS if name in row]
         if not moments or self.monitor is None or row.get("overflow"):
             return

@@ -252,6 +252,7 @@ class Session:
         weight_decay: float = build.DEFAULT_WEIGHT_DECAY,
         layer_decay: float = 1.0,
         lr_scale: Mapping[str, float] | None = None,
+        weight_decay_scale: Mapping[str, float] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the trainable parameters in groups for :meth:`optimizer`.
 
@@ -262,6 +263,7 @@ class Session:
             optimizer: name of the optimizer; ``muon`` and ``shampoo`` need hidden matrices in groups of their own.
             layer_decay: learning rate of a layer divided by that of the next layer toward the output.
             lr_scale: learning rate factor by module name pattern.
+            weight_decay_scale: weight decay factor by module name pattern.
 
         Raises:
             UsageError: :meth:`parallelize` was not called.
@@ -275,6 +277,7 @@ class Session:
             weight_decay=weight_decay,
             layer_decay=layer_decay,
             lr_scale=lr_scale,
+            weight_decay_scale=weight_decay_scale,
             split_hidden=registry.get_entry(optimizer).matrices_only,
         )
 
@@ -331,9 +334,10 @@ class Session:
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
         layer_stats = runtime.metrics_processor.layer_stats_for(self.step + 1)
+        noise = runtime.metrics_processor.noise_scale_for(self.step + 1)
         clipping = clip or Clipping(norm=clip_norm)
         lr = unscaled_lr(train_step.optimizer)  # read before the step: 8-bit AdamW rounds it to fp32
-        result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
+        result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats, noise)
         runtime.metrics_processor.record_step(result, lr)
         return result
 
@@ -413,7 +417,7 @@ class Session:
             metrics: names from ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
             micro_batch: samples per rank and forward pass; default: as in training, or 8 without a loader.
             samples: evaluate at most this many; 0: all.
-            workers: processes that read ahead; 0: the rank itself reads.
+            workers: processes that read ahead; 0: the rank itself reads; -1: as many as this rank's cores allow.
             slices: slices of the dataset to report; default: all that it names.
             group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
             ignore_index: target value that the metrics exclude.

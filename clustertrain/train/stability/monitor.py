@@ -13,6 +13,7 @@ from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.stability.divergence import CHECK_LAG_STEPS, DivergencePolicy, PositionHistory, Rollback
 from clustertrain.train.stability.layer_stats import LayerStats
+from clustertrain.train.stability.noise_scale import NoiseScale
 from clustertrain.train.stability.step_guard import StepGuard
 
 STATE_KEY = "stability"  # key in the run's state
@@ -22,6 +23,7 @@ class StabilityMonitor:
     """Monitor of the steps that :meth:`Session.train_step` runs; custom training steps are not monitored."""
 
     def __init__(self, model: nn.Module, guard: StepGuard, context: RankContext) -> None:
+        self._noise_scale = NoiseScale(context)
         self._spec = spec = context.stability
         self._guard = guard
         self._model = model
@@ -44,6 +46,11 @@ class StabilityMonitor:
         if self._layer_stats is None:
             self._layer_stats = LayerStats(self._model, self._context)
         return self._layer_stats
+
+    def noise_scale_for(self, step: int) -> NoiseScale | None:
+        """Return the noise scale if it is due in step ``step``, counted from 1; else None."""
+        every = self._spec.noise_scale_every
+        return self._noise_scale if every and step % every == 0 else None
 
     def begin_step(self) -> None:
         """Record the loaders' positions before a step."""
@@ -97,6 +104,7 @@ class StabilityMonitor:
 
     def init_fresh_state(self) -> None:
         self._guard.init_fresh_state()
+        self._noise_scale.init_fresh_state()
         self.divergence_policy.init_fresh_state()
         self._history.init_fresh_state()
 
@@ -105,9 +113,12 @@ class StabilityMonitor:
             "guard": self._guard.state_dict(),
             "supervisor": self.divergence_policy.state_dict(),
             "trail": self._history.state_dict(),
+            "noise": self._noise_scale.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._guard.load_state_dict(state["guard"])
         self.divergence_policy.load_state_dict(state["supervisor"])
         self._history.load_state_dict(state["trail"])
+        if "noise" in state:  # not in checkpoints of earlier versions
+            self._noise_scale.load_state_dict(state["noise"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from clustertrain import clock
 from clustertrain.config.stability import StabilitySpec
+from clustertrain.train.stability.loss_trend import LossTrend
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ MIN_BASELINE_STEPS = 100
 # seconds per step.
 MIN_RUN_S, MIN_SLOW_S, MIN_STEP_S = 180.0, 10.0, 0.02
 WARMUP_STEPS = 5  # steps that compile, choose kernels and fill caches
+MIN_UNIT_RATIO = 1e-6  # of a unit's gradient norm to the largest one
 MAX_DEAD_FRACTION = 0.5  # of a layer's units
 MAX_LISTED_MODULES = 5
 
@@ -52,6 +54,7 @@ class WarningReporter:
         self._emit_event = emit_event
         self._last_reported: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
+        self._trend = LossTrend()
         self._num_rows = 0
         self._vanishing_steps = 0
         self._masked_steps = 0
@@ -59,6 +62,10 @@ class WarningReporter:
         self._recent_rates: deque[float] = deque(maxlen=RECENT_STEPS)
         self._baseline_rates: deque[float] = deque(maxlen=MAX_BASELINE_STEPS)
         self._total_step_s = self._slow_s = 0.0
+
+    def finalize(self, row: dict[str, Any]) -> None:
+        """Add the columns that follow from earlier rows, before ``row`` is written."""
+        self._trend.add_gap(row)
 
     def observe(self, row: Mapping[str, Any]) -> None:
         """Check one metrics row when it is written."""
@@ -113,7 +120,10 @@ class WarningReporter:
         elif norm is not None and math.isfinite(norm):
             yield from self._find_norm_warnings(norm, _as_float(row.get("clip_fraction")))
         yield from self._find_throughput_warnings(row)
+        findings = list(self._trend.observe(row))
+        yield from (TrainingWarning(*finding) for finding in findings if self._spec.loss_trend)
         yield from _find_dead_unit_warnings(row)
+        yield from _find_vanishing_layer_warnings(row) if self._spec.grad_norm_min else ()
 
     def _build_nonfinite_warning(
         self, row: Mapping[str, Any], loss: float | None, norm: float | None
@@ -164,6 +174,16 @@ class WarningReporter:
                 clip_fraction,
                 spec.clipped_share,
             )
+        elif len(self._norms) == CLIP_FRACTION_STEPS and 0 < spec.grad_norm_usual < statistics.median(self._norms):
+            median = statistics.median(self._norms)
+            yield TrainingWarning(
+                "grad_norm_elevated",
+                f"the median gradient norm of the last {CLIP_FRACTION_STEPS} steps is {median:.3g}; 0.5 to 2 is usual",
+                "lower the learning rate, lengthen warmup or normalize the inputs and targets; if the loss falls as it "
+                "should, raise stability.grad_norm_usual",
+                median,
+                spec.grad_norm_usual,
+            )
 
     def _find_throughput_warnings(self, row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
         """Yield a warning if throughput dropped; the time of a step excludes evaluations and checkpoints."""
@@ -205,6 +225,23 @@ def _find_dead_unit_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning
             "leaky ReLU)",
             dead[name],
             MAX_DEAD_FRACTION,
+        )
+
+
+def _find_vanishing_layer_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
+    """Yield a warning if a layer's gradient is far smaller than the others', in a row with the columns of layers."""
+    norms = {k.partition("/")[2]: v for k, v in row.items() if k.startswith("grad_norm/") and isinstance(v, float)}
+    trained = {name: norm for name, norm in norms.items() if norm > 0 and math.isfinite(norm)}  # 0: frozen
+    smallest, largest = min(trained, key=trained.__getitem__, default=""), max(trained.values(), default=0.0)
+    if trained and trained[smallest] < MIN_UNIT_RATIO * largest:
+        yield TrainingWarning(
+            "layer_vanishing",
+            f"the gradient norm of {smallest} is {trained[smallest]:.2g}, that of the largest layer {largest:.2g}:"
+            f" {smallest} hardly learns",
+            "use normalization layers, residual connections or an activation that does not saturate; `clustertrain "
+            "diagnose layers` shows where the gradient vanishes",
+            trained[smallest] / largest,
+            MIN_UNIT_RATIO,
         )
 
 

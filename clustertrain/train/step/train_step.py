@@ -19,6 +19,7 @@ from torch import nn
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import unwrap
 from clustertrain.errors import UsageError
+from clustertrain.plan import checks
 from clustertrain.train.core import step_timer
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.step_types import (
@@ -41,6 +42,7 @@ from clustertrain.train.stability import clipping, conditional_step
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.conditional_step import RunningStatistics
 from clustertrain.train.stability.layer_stats import LayerStats
+from clustertrain.train.stability.noise_scale import PACKED_VALUES, NoiseScale
 from clustertrain.train.stability.step_guard import StepGuard, StepVerdict
 
 
@@ -77,6 +79,8 @@ class TrainStep:
         self._groups = groups
         self._loss_scale = loss_scale
         self.guard = StepGuard(context.stability, context.device)
+        self._noise: NoiseScale | None = None  # in a step that measures it
+        self._small_batch = torch.zeros(PACKED_VALUES)
         self._statistics = RunningStatistics(model)
         self._get_frozen = get_frozen
         self._accepts_samples = accepts_samples(unwrap(model))
@@ -94,12 +98,15 @@ class TrainStep:
         loss_fn: Loss,
         clip: Clipping,
         layer_stats: LayerStats | None = None,
+        noise: NoiseScale | None = None,
     ) -> StepResult:
         """Run one step on ``batch``.
 
         Args:
             samples: each micro-batch's sample positions in the run; None if unknown.
             layer_stats: collects statistics per layer during this step; None: no statistics.
+            noise: measures the gradient noise scale in this step, if the layout and the batch allow it and the samples
+                are known; None: no measurement.
 
         Raises:
             UsageError: ``batch`` is neither a pair nor a list of pairs.
@@ -117,6 +124,8 @@ class TrainStep:
         model_positions = (
             self._to_device(list(samples)) if self._accepts_samples and samples else [None] * len(micro_batches)
         )
+        if noise is not None and (samples is None or self.find_noise_problem(len(micro_batches))):
+            noise = None
         run_passes = functools.partial(self._forward_backward, micro_batches, model_positions, is_padding, loss_fn)
         if self._emit_event is not None:
             from clustertrain.train.profiling import compile_trial
@@ -124,6 +133,7 @@ class TrainStep:
             ranks = Ranks(self._groups.checkpoint)
             compile_trial.run_compile_trial(self._model, run_passes, self._context, ranks, self._emit_event)
             self._emit_event = None
+        self._noise = noise  # after the compile trial, which runs the passes too
         self._statistics.save()
         with layer_stats.hooks() if layer_stats is not None else nullcontext():
             totals = run_passes()
@@ -138,7 +148,15 @@ class TrainStep:
             else torch.zeros_like(self._index_powers[0])
         )
         with step_timer.record_part("optimizer"):
-            return self._update(torch.cat([sum(totals, start=torch.zeros_like(totals[0])), bad]), clip, layer_stats)
+            counts = torch.cat([sum(totals, start=torch.zeros_like(totals[0])), bad])
+            if noise is not None and samples is not None:
+                num_samples = torch.full((1,), sum(int((p >= 0).sum()) for p in samples), device=counts.device)
+                counts = torch.cat([counts, self._small_batch, num_samples.double()])
+            return self._update(counts, clip, layer_stats)
+
+    def find_noise_problem(self, micro_batches: int) -> str:
+        """Return why the noise scale cannot be measured in a step of ``micro_batches``; empty if it can."""
+        return checks.find_noise_problem(self._context.layout, self._context.parallel, micro_batches)
 
     @property
     def is_compile_untried(self) -> bool:
@@ -171,7 +189,9 @@ class TrainStep:
         defer = self._context.layout.defer_reduction
         with self._loss_context():
             for i, ((inputs, target), positions) in enumerate(zip(micro_batches, samples, strict=True)):
-                with data_parallel.gradient_sync(self._model, last=i == len(micro_batches) - 1, defer=defer):
+                is_small = self._noise is not None and i == 0
+                last = self._noise.syncs_small_batch() if is_small and self._noise else i == len(micro_batches) - 1
+                with data_parallel.gradient_sync(self._model, last=last, defer=defer):
                     self.forward_timer.begin()
                     with step_timer.record_part("forward"), precision.autocast(self._context):
                         # Without a name for the outputs: it would keep a language model's logits until the next pass.
@@ -183,14 +203,33 @@ class TrainStep:
                         (value * self._current_scale).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
                 totals.append(pack_sum_count(value, count))
+                if is_small:
+                    self._measure_small_batch(totals[0][1], is_whole=len(micro_batches) == 1)
         data_parallel.check_no_unused_parameters(self._model)
         return torch.stack(totals)
 
+    def _measure_small_batch(self, count: torch.Tensor, *, is_whole: bool) -> None:
+        """Measure the gradient of the first micro-batch, the only one if ``is_whole``."""
+        assert self._noise is not None
+        frozen = {id(p) for p in self._get_frozen()}
+        params = [p for p in self._updated_params() if id(p) not in frozen]
+        self._small_batch = self._noise.measure_small(params, count, self._current_scale)
+        if is_whole:
+            self._noise.reduce_whole(self._model)
+
+    def _updated_params(self) -> list[nn.Parameter]:
+        return [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+
     def _update(self, totals: torch.Tensor, clip: Clipping, layer_stats: LayerStats | None) -> StepResult:
-        """Clip and update; ``totals`` is this rank's loss sum, count and :func:`compute_nonfinite_moments`."""
+        """Clip and update.
+
+        Args:
+            totals: this rank's loss sum, count and :func:`compute_nonfinite_moments`; with a measurement of the noise
+                scale also the values of the small batch and the number of samples.
+        """
         for p in self._get_frozen():
             p.grad = None  # keeps it out of the norm and the optimizer state
-        params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        params = self._updated_params()
         reduce_partial_gradients(params)
         counted_elsewhere = getattr(self._model, "counted_elsewhere", ())
         local_square = local_squared_norm(params, self._context.device, self._context.layout.pp, counted_elsewhere)
@@ -198,11 +237,16 @@ class TrainStep:
         packed = torch.cat([totals, local_square.reshape(1)])
         if dist.is_initialized():
             dist.all_reduce(packed)
-        total, count, *moments, grad_square = packed.unbind()
+        total, count, *rest, grad_square = packed.unbind()
+        moments, small_batch = rest[:3], rest[3:]
         # The reduction averages over the ranks, but the gradient is the sum divided by the global count.
         factor = self._context.layout.gradient_ranks / (count * self._current_scale)
         factor = torch.where(count > 0, factor, 0.0)  # on the device, without a host sync
         verdict = self.guard.check(total, count, (grad_square.sqrt() * factor).float(), clip)
+        noise_scale = None
+        if self._noise is not None:
+            small, samples = torch.stack(small_batch[:-1]), small_batch[-1]
+            noise_scale = self._noise.update(small, count, verdict.grad_norm, samples, verdict.skip)
         overflow = self._loss_scale is not None and self._check_overflow(self._loss_scale, verdict)
         if layer_stats is not None:
             layer_stats.before_update(factor)
@@ -225,6 +269,7 @@ class TrainStep:
             (moments[0], moments[1], moments[2]),
             overflow,
             layer_columns,
+            noise_scale,
         )
 
     @staticmethod

@@ -71,6 +71,8 @@ def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
     param_info.freeze(model, param_table, optim.freeze, unfreeze_steps)
     for pattern in optim.lr_scale:
         param_table.match_names(pattern, "optim.lr_scale")
+    for pattern in optim.weight_decay_scale:
+        param_table.match_names(pattern, "optim.weight_decay_scale")
     parameters, buffers = list(model.parameters()), list(model.buffers())
     trained = [p for p in parameters if p.requires_grad]
     dtypes: Counter[str] = Counter()

@@ -28,8 +28,8 @@ def accepted_keys(table: str, recipe: Recipe, keys: Any) -> set[str]:
 
 
 KEYS_OF_ALL_OPTIMIZERS = {
-    "name", "lr", "lr_reference_batch", "weight_decay", "layer_decay", "lr_scale", "freeze", "unfreeze", "clip",
-    "clip_norm", "clip_value", "clip_quantile",
+    "name", "lr", "lr_reference_batch", "weight_decay", "weight_decay_scale", "layer_decay", "lr_scale", "freeze",
+    "unfreeze", "clip", "clip_norm", "clip_value", "clip_quantile",
 }  # fmt: skip
 
 
@@ -48,19 +48,20 @@ def test_optimizer_keys_match_its_options(name: OptimizerName) -> None:
 
 SCHEDULE_VALUES: dict[str, Any] = {
     "warmup_steps": 7, "floor": 0.3, "milestones": (20,), "gamma": 0.7, "cooldown_steps": 31, "rise": 0.6,
-    "initial": 0.3, "final": 0.5, "factor": 0.9, "patience": 1, "threshold": 0.5,
+    "initial": 0.3, "final": 0.5, "warmup_ratio": 0.07, "cycle_momentum": False, "max_momentum": 0.99,
+    "min_momentum": 0.8, "factor": 0.9, "patience": 1, "threshold": 0.5,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", get_args(ScheduleKind))
 def test_schedule_keys_match_those_read(kind: ScheduleKind) -> None:
-    assert SCHEDULE_VALUES.keys() == set(ScheduleSpec.__struct_fields__) - {"kind"}
+    assert SCHEDULE_VALUES.keys() == set(ScheduleSpec.__struct_fields__) - {"kind", "warmup_epochs", "milestone_epochs"}
     spec = ScheduleSpec(kind=kind)
 
-    def rates(spec: ScheduleSpec) -> list[float]:
-        rate, values = LearningRate(spec, peak=1.0, total=100), []
+    def rates(spec: ScheduleSpec) -> list[float | None]:
+        rate, values = LearningRate(spec, peak=1.0, total=100), list[float | None]()
         for step in range(1, 101):
-            values.append(rate.at(step))
+            values += [rate.at(step), rate.momentum_at(step)]
             rate.observe(1.0 - 0.001 * step if step < 50 else 2.0)  # improves by less than the changed threshold
         return values
 

@@ -70,7 +70,11 @@ def check_recipe(**tables: Any) -> None:
         ({"data": {"tokenizer": "t"}}, 'data.tokenizer has no effect with data.kind = "text"', "data tokenize"),
         ({"data": {"chat_template": "t"}}, "data.chat_template has", '"chat"'),
         ({"data": {"augment": {"flip": True}}}, "data.augment.flip has", '"images"'),
-        ({"data": {"prefetch": 4}}, "data.prefetch has no effect with data.workers = 0", "data.workers to 1"),
+        (
+            {"data": {"prefetch": 4, "workers": 0}},
+            "data.prefetch has no effect with data.workers = 0",
+            "data.workers to 1",
+        ),
         ({"evaluation": {"every": 10, "patience": 2}}, "every and .*patience have", "data.validation or"),
         (
             {"contract": {"on_budget_spent": "warn"}},

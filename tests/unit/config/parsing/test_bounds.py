@@ -26,9 +26,10 @@ BOUNDED_BY_TABLE = {
     "model.dropout", "adapter.dropout", "data.validation", "data.augment.color", "data.augment.mixup", "optim.betas",
     "optim.momentum", "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature",
     "model.two_tower.temperature", "schedule.floor", "schedule.gamma", "schedule.rise", "schedule.initial",
-    "schedule.final", "schedule.factor", "schedule.threshold", "stability.clipped_share", "stability.slowdown",
-    "telemetry.interval_s", "telemetry.flush_s", "telemetry.alerts.utilization", "telemetry.alerts.slowdown",
-    "telemetry.alerts.memory", "telemetry.alerts.straggler", "telemetry.prometheus.port",
+    "schedule.final", "schedule.max_momentum", "schedule.min_momentum", "schedule.warmup_ratio", "schedule.factor",
+    "schedule.threshold", "stability.clipped_share", "stability.slowdown", "telemetry.interval_s", "telemetry.flush_s",
+    "telemetry.alerts.utilization", "telemetry.alerts.slowdown", "telemetry.alerts.memory",
+    "telemetry.alerts.straggler", "telemetry.prometheus.port",
 }  # fmt: skip
 ANY_64_BITS = {"train.seed", "objective.ignore_index"}
 
@@ -83,7 +84,7 @@ def test_every_number_has_a_bound(
 
 
 def test_every_bound_belongs_to_a_key() -> None:
-    known = {at + key for _, at, key, _, _ in CASES} | {"optim.lr_scale"}
+    known = {at + key for _, at, key, _, _ in CASES} | {"optim.lr_scale", "optim.weight_decay_scale"}
     assert set(bounds.BOUNDS) - known == set()
 
 

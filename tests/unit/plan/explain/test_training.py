@@ -42,7 +42,15 @@ def test_json_has_all_descriptions() -> None:
             {"kind": "step", "milestones": [50, 100]},
             "step over 200 steps: up to 0.001 in 4 steps, times 0.1 after 50 and 100, 1e-05 at the end",
         ),
-        ({"kind": "one-cycle"}, "one-cycle over 200 steps: from 4e-05 up to 0.001 at 60, down to 4e-09"),
+        (
+            {"kind": "one-cycle"},
+            "one-cycle over 200 steps: from 4e-05 up to 0.001 at 60, down to 4e-09; momentum from 0.95 down to 0.85, "
+            "and back",
+        ),
+        (
+            {"kind": "one-cycle", "cycle_momentum": False},
+            "one-cycle over 200 steps: from 4e-05 up to 0.001 at 60, down to 4e-09",
+        ),
         (
             {"kind": "plateau", "patience": 1},
             "plateau over 200 steps: up to 0.001 in 4 steps, times 0.5 after more than 1 evaluation without a better "

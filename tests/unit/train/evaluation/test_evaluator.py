@@ -141,7 +141,7 @@ def test_custom_metrics_and_fewer_samples(session: ct.Session, net: Net) -> None
     def wrong(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
         return (output.argmax(-1) != target).sum(), len(target)
 
-    values = session.evaluate(Points(), sum_loss, metrics={"error": wrong}, samples=5)
+    values = session.evaluate(Points(), sum_loss, metrics={"error": wrong}, samples=5, workers=-1)
     expected = session.evaluate(Points(), sum_loss, metrics=["accuracy"], samples=5)
     assert values["validation_error"] == pytest.approx(1 - expected["validation_accuracy"])
     assert values["validation_loss"] == expected["validation_loss"]

@@ -177,3 +177,46 @@ def test_nan_metric_raises_only_for_plateau() -> None:
     with pytest.raises(UsageError, match="validation metric is nan"):
         rate(10, kind="plateau").observe(math.nan)
     rate(10).observe(math.nan)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_one_cycle_momentum_matches_torch(kind: Any) -> None:
+    ours, theirs = (kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+    for optimizer in (ours, theirs):
+        if kind is torch.optim.SGD:
+            optimizer.param_groups[0]["momentum"] = 0.9
+    cycle = torch.optim.lr_scheduler.OneCycleLR(theirs, 0.1, total_steps=50, pct_start=0.3)
+    # torch's peak is at step 0.3 x 50 - 1, counted from 0.
+    learning_rate = rate(50, kind="one-cycle", rise=0.3)
+
+    def momentum(optimizer: torch.optim.Optimizer) -> float:
+        group = optimizer.param_groups[0]
+        return float(group["momentum"] if kind is torch.optim.SGD else group["betas"][0])
+
+    for step in range(1, 51):
+        learning_rate.apply(ours, step)
+        assert momentum(ours) == pytest.approx(momentum(theirs)) == learning_rate.momentum_at(step)
+        theirs.step()
+        if step < 50:
+            cycle.step()
+    if kind is torch.optim.AdamW:
+        assert ours.param_groups[0]["betas"][1] == 0.999
+
+
+def test_momentum_stays_if_it_is_off_or_not_cycled() -> None:
+    still = optimizer()
+    for spec in ({"kind": "one-cycle", "cycle_momentum": False}, {"kind": "cosine"}):
+        rate(10, **spec).apply(still, 3)
+        assert still.param_groups[0]["momentum"] == 0.9 and rate(10, **spec).momentum_at(3) is None
+    still.param_groups[0]["momentum"] = 0.0
+    rate(10, kind="one-cycle").apply(still, 3)
+    assert still.param_groups[0]["momentum"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("optim", "cycles"),
+    [({"name": "sgd"}, True), ({"name": "sgd", "momentum": 0.0}, False), ({"name": "adafactor"}, False), ({}, True)],
+)
+def test_trainer_cycles_the_momentum_of_optimizers_that_allow_it(optim: dict[str, Any], cycles: bool) -> None:
+    recipe = build({"optim": optim, "schedule": {"kind": "one-cycle"}}, Recipe, "recipe")
+    assert (trainer.build_schedule(recipe, peak=1.0).momentum_at(5) is not None) == cycles

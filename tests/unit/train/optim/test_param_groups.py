@@ -14,6 +14,8 @@ import clustertrain as ct
 from clustertrain.config.model import ConvnetSpec, ModelSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
 from clustertrain.config.optimizers import OPTIMIZERS, OptimizerName
+from clustertrain.config.parsing.documents import build as build_config
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan.cost.optimizer_state import estimate_state, state_bytes
 from clustertrain.plan.optimizer_checks import list_modules
@@ -141,12 +143,36 @@ def test_lr_scale_by_depth_and_module() -> None:
     assert {g["group"] for g in groups} >= {"decay, lr x 10", "no decay", "no decay, lr x 0.0625"}
 
 
-@pytest.mark.parametrize("key", ["freeze", "unfreeze", "lr_scale"])
+def test_weight_decay_by_module_spares_what_never_decays() -> None:
+    model = build_on_cpu(Decoder(SMALL))
+    factors = {"layers.*": 0.1, "layers.0": 0.5, "head": 0.0, "norm": 7.0}
+    table = build_param_table(model)
+    groups = parameter_groups(model, table, weight_decay=0.1, lr_scale={"head": 10.0}, weight_decay_scale=factors)
+    decay = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
+    parameters = dict(model.named_parameters())
+    assert len(decay) == len(parameters)
+    for name, expected in {
+        "head.weight": 0.0,
+        "norm.weight": 0.0,
+        "embed.weight": 0.0,
+        "layers.2.ffn.up.weight": 0.1 * 0.1,
+        "layers.0.attention.q.weight": 0.1 * 0.5,
+    }.items():
+        assert decay[id(parameters[name])] == expected, name
+    assert {g["group"] for g in groups} == {"decay x 0.5", "decay x 0.1", "no decay, lr x 10", "no decay"}
+
+
+def test_negative_weight_decay_of_a_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight_decay_scale.head = -1.0: must be 0"):
+        build_config({"optim": {"weight_decay_scale": {"head": -1.0}}}, Recipe, "a.toml")
+
+
+@pytest.mark.parametrize("key", ["freeze", "unfreeze", "lr_scale", "weight_decay_scale"])
 def test_unmatched_pattern_suggests_a_module(key: str, session: ct.Session) -> None:
     with pytest.raises(ConfigError, match=rf"optim\.{key}.*'layer\.0'") as caught:
-        if key == "lr_scale":
+        if key.endswith("scale"):
             session.parallelize(Net())
-            session.parameter_groups(lr_scale={"layer.0": 2.0})
+            session.parameter_groups(**{key: {"layer.0": 2.0}})
         else:
             session.parallelize(Net(), **{key: ["layer.0"] if key == "freeze" else [(2, ["layer.0"])]})
     assert "body.layers.0" in caught.value.fix

@@ -163,6 +163,39 @@ def test_repeated_warnings_are_suppressed_and_counted(recorder: WarningRecorder)
 
 
 def test_recipe_can_disable_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = WarningRecorder(monkeypatch, grad_norm_max=0.0, grad_norm_min=0.0, clipped_share=0.0, slowdown=0.0)
-    rows = [{"grad_norm": 1e9, "clip_fraction": 1.0, "step_s": 1.0}, {"grad_norm": 0.0, "step_s": 9.0}]
+    recorder = WarningRecorder(
+        monkeypatch,
+        grad_norm_max=0.0,
+        grad_norm_usual=0.0,
+        grad_norm_min=0.0,
+        clipped_share=0.0,
+        slowdown=0.0,
+        loss_trend=False,
+    )
+    rows = [{"grad_norm": 1e9, "clip_fraction": 1.0, "step_s": 1.0}, {"grad_norm": 0.0, "step_s": 9.0, "lr": 1.0}]
     assert [recorder.observe(300, **row) for row in rows] == [[], []]
+
+
+def test_norm_that_is_always_high_warns(recorder: WarningRecorder) -> None:
+    assert recorder.observe(99, grad_norm=5.5) == []
+    assert recorder.observe(grad_norm=5.5) == ["grad_norm_elevated"]
+    assert recorder.events[0]["value"] == 5.5 and "0.5 to 2" in recorder.events[0]["text"]
+
+
+def test_frequent_clipping_includes_the_warning_about_the_norm(recorder: WarningRecorder) -> None:
+    assert recorder.observe(100, grad_norm=7.5, clip_fraction=1.0) == ["clipping_often"]
+
+
+def test_vanishing_layer_is_named(recorder: WarningRecorder) -> None:
+    norms = {"grad_norm/embed": 8e-12, "grad_norm/layers.0": 1e-3, "grad_norm/head": 0.5, "grad_norm/frozen": 0.0}
+    assert recorder.observe(**norms) == ["layer_vanishing"]
+    assert "the gradient norm of embed is 8e-12" in recorder.events[0]["text"]
+
+
+def test_layers_of_similar_norms_do_not_warn(recorder: WarningRecorder) -> None:
+    assert recorder.observe(**{"grad_norm/embed": 1e-3, "grad_norm/head": 0.5, "grad_norm/bad": math.nan}) == []
+
+
+def test_flat_loss_warns_with_a_fix_for_a_low_rate(recorder: WarningRecorder) -> None:
+    assert recorder.observe(150, loss=5.57, lr=1e-9) == ["loss_flat"]
+    assert recorder.events[0]["fix"].startswith("raise the learning rate")

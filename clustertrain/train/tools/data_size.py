@@ -1,0 +1,45 @@
+"""``python -m clustertrain.train.tools.data_size REQUEST``: the number of a recipe's training samples, as JSON.
+
+It is a separate process because it imports torch and the user's code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.errors import ClusterTrainError
+from clustertrain.train.data.datasets import build_datasets
+from clustertrain.train.data.sample_checks import Limits
+
+
+def handle_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Return ``{"samples": ...}``, or ``{"error", "fix"}`` if the recipe, the data or the user's code is wrong."""
+    recipe = build(request, Recipe, "recipe")
+    try:
+        return {"samples": len(build_datasets(recipe, Limits()).train)}
+    except ClusterTrainError as e:
+        return {"error": e.message, "fix": e.fix}
+    except (Exception, SystemExit) as e:  # the user's function or dataset may raise anything
+        last_line = traceback.format_exception_only(e)[-1].strip().splitlines()[0]
+        return {
+            "error": f"{recipe.data.description}: the samples cannot be counted: {last_line}",
+            "fix": "set data.samples or train.steps, or correct the code, which would fail the same way on every rank",
+        }
+
+
+def main() -> int:
+    # Send the user's prints to stderr, so that stdout has only the document.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps(handle_request(json.loads(sys.argv[1]))), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
