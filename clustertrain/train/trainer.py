@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from clustertrain.config.evaluation import VALIDATION_PREFIX
-from clustertrain.config.huggingface import tensor_names
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
@@ -21,6 +20,7 @@ from clustertrain.train.models.build import TrainingTask, build_task, find_model
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.session.model_setup import report_eval_mode
+from clustertrain.train.session.pretrained import find_rename
 from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
 
@@ -49,8 +49,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     training_task = build_task(recipe)
     optim = recipe.optim
     if recipe.model.init:
-        names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}
-        session.load_pretrained(training_task.model, recipe.model.init, rename=names.__getitem__)
+        session.load_pretrained(training_task.model, recipe.model.init, rename=find_rename(recipe.model))
     model = session.parallelize(
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from clustertrain.checkpoint.offline.start_weights import resolve_weights
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
@@ -140,22 +141,26 @@ class Session:
     def load_pretrained(
         self, model: nn.Module, path: str | Path, *, rename: Callable[[str], str] | None = None
     ) -> nn.Module:
-        """Have :meth:`parallelize` load the weights of ``model`` from safetensors, and return ``model``. Call it first.
+        """Have :meth:`parallelize` load the weights of ``model`` from a file or another run, and return ``model``.
 
-        The model may be on the meta device: each rank then reads only its own part of the weights. They are converted
-        to the model's dtypes. Nothing is read if the run resumes from a checkpoint. Collective.
+        Call it before :meth:`parallelize`. The model may be on the meta device: each rank then reads only its own part
+        of the weights. They are converted to the model's dtypes. Nothing is read if the run resumes from a checkpoint.
+        Collective.
 
         Args:
             path: a safetensors file, or a folder with one or with several and their index, as ``save_pretrained``
-                writes it.
+                writes it. Or a checkpoint of another run: RUN, ``"RUN@best"``, ``"RUN@STEP"``, or its folder.
             rename: returns the name in the file for the name of a tensor in ``model.state_dict()``; default: the same.
 
         Raises:
-            NotFound: a file is missing.
+            NotFound: a file, the run or its checkpoint is missing.
             ConfigError: a file is damaged, or its tensors are not those of the model; all differences are listed.
+            CheckpointError: a checkpoint is not committed, or damaged.
         """
-        self._pretrained = pretrained.name_weights(model, Path(path), rename)
-        if not get_runtime(self).checkpointer.has_committed():
+        is_resume = get_runtime(self).checkpointer.has_committed()
+        folder = Path(path) if is_resume else resolve_weights(str(path), Path.cwd())
+        self._pretrained = pretrained.name_weights(model, folder, rename)
+        if not is_resume:
             self._pretrained.check()
         return model
 
