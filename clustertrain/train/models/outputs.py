@@ -11,8 +11,8 @@ from torch import nn
 def prepare_entry(model: nn.Module) -> None:
     """Prepare the module of an entry for the recipe's objective and for activation checkpointing, in place.
 
-    An output with ``logits`` is replaced by these. ``config.use_cache`` becomes false: keys and values that are kept for
-    generation cost memory in training, and a recomputed layer would append to them twice.
+    An output with ``logits`` is replaced by these. ``config.use_cache`` becomes false: keys and values that are kept
+    for generation cost memory in training, and a recomputed layer would append to them twice.
     """
     model.register_forward_hook(_take_logits)
     config = getattr(model, "config", None)
