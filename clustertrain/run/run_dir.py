@@ -199,6 +199,11 @@ class RunDir:
         return self.path / "tracking"
 
     @property
+    def predictions(self) -> Path:
+        """Predictions of evaluations: a folder per step. Written by the ranks."""
+        return self.path / "predictions"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder, or a link to ``--checkpoint-dir``."""
         return self.path / "checkpoints"

@@ -117,6 +117,7 @@ def build_evaluations(
         workers=recipe.data.workers,
         group=recipe.model.two_tower.group if recipe.model.kind == "two-tower" else 1,
         ignore_index=recipe.objective.ignore_index,
+        save_predictions=spec.save_predictions,
         limits=task.limits,
     )
 

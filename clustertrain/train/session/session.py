@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -349,6 +349,8 @@ class Session:
         group: int = 1,
         ignore_index: int = -100,
         limits: Limits | None = None,
+        save_predictions: int = 0,
+        keep_predictions: Callable[[], Collection[int]] = tuple,
         model: nn.Module | None = None,
     ) -> dict[str, float]:
         """Return ``validation_loss`` and the metrics, means over ``data`` that are equal on all ranks. Collective.
@@ -369,10 +371,12 @@ class Session:
             group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
             ignore_index: target value that the metrics exclude.
             limits: limits of the model; a sample outside them raises an error that names it.
+            save_predictions: write the predictions of this many samples to the run's folder; 0: none.
+            keep_predictions: returns the steps of earlier evaluations whose predictions are not deleted.
             model: default: the result of :meth:`parallelize`.
 
         Raises:
-            UsageError: there is no model.
+            UsageError: there is no model, or ``save_predictions`` of batches.
             ConfigError: ``data`` is empty, a metric or slice is unknown, or the outputs do not fit a metric.
         """
         model = self._state.model if model is None else model
@@ -382,7 +386,7 @@ class Session:
         pass_config = DatasetPassConfig(
             micro_batch or evaluation_api.default_micro_batch(runtime), samples, workers, group, limits
         )
-        options = evaluation_api.MeasureOptions(metrics, slices, ignore_index)
+        options = evaluation_api.MeasureOptions(metrics, slices, ignore_index, save_predictions, keep_predictions)
         return evaluation_api.evaluate(runtime, model, data, loss_fn, pass_config, options)
 
     def evaluations(
@@ -417,7 +421,7 @@ class Session:
             metric, higher_is_better=higher_is_better, patience=patience, rising_limit=warn_when_rising, slices=slices
         )
         return EvaluationSchedule(
-            lambda: self.evaluate(data, loss_fn, slices=slices, **options),
+            lambda: self.evaluate(data, loss_fn, slices=slices, keep_predictions=early_stopping.best_steps, **options),
             every=every,
             early_stopping=early_stopping,
             on_value=on_value,
