@@ -64,6 +64,11 @@ class AttemptDir:
         return self.path / "checkpoint.json"
 
     @property
+    def rank_python(self) -> Path:
+        """Python, packages and container of the ranks (:mod:`clustertrain.run.rank_python`). Written by rank 0."""
+        return self.path / "python.json"
+
+    @property
     def rendezvous(self) -> Path:
         return self.path / "rendezvous.json"
 
