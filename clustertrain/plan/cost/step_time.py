@@ -11,7 +11,7 @@ from clustertrain.plan.cost.collectives import PCIE_GB_S, Network
 from clustertrain.plan.cost.compute import FITTED_CONSTANTS, CostConstants, GpuRates
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
-from clustertrain.plan.layout import Layout
+from clustertrain.plan.layout import Layout, recompute_interval
 
 # AdamW reads weight, gradient and two moments, and writes three of them and the 16-bit copy.
 UPDATE_BYTES_PER_PARAM = 30.0
@@ -128,10 +128,11 @@ def estimate_without_dp(
     block, head = compute_time.block, compute_time.head_s
     recomputed = _recompute_s(block, mode)
     recomputations = pipeline_schedules.count_recomputations(layout) if framework.is_built_in else 1
+    repeats = mode == "selective" or recompute_interval(mode) > 0  # for every Nth layer an upper bound
     # The selective modes of torchtitan and Megatron keep the results of collectives; ours does not.
-    tensor = _tensor_parallel_s(model, layout, config, network, mode in ("full", "selective", "selective_layer"))
+    tensor = _tensor_parallel_s(model, layout, config, network, repeats or mode == "selective_layer")
     tensor *= 1.0 - framework.tp_hidden
-    context = _context_parallel_s(model, layout, config, network, mode in ("full", "selective"))
+    context = _context_parallel_s(model, layout, config, network, repeats)
     blocks = model.layers / pp
     # CPU time for Python and launches, as if a stage had one more block: a lower bound.
     host = block.host_s * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
@@ -228,10 +229,11 @@ def _context_parallel_s(
 
 
 def _recompute_s(block: compute.BlockTime, mode: str) -> float:
-    """Return the seconds of a block's forward pass that are recomputed."""
+    """Return the seconds of a block's forward pass that are recomputed, as the mean over the blocks."""
+    if interval := recompute_interval(mode):
+        return block.forward_s / interval
     return {
         "none": 0.0,
-        "full": block.forward_s,
         "selective": block.pointwise_s,
         "selective_op": block.pointwise_s + 0.25 * (block.forward_s - block.pointwise_s - block.attention_s),
         "selective_layer": block.forward_s / 2,

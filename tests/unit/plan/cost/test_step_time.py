@@ -112,9 +112,10 @@ def test_no_gpu_exceeds_its_data_sheet() -> None:
 
 
 def test_recomputation_cost() -> None:
-    none, selective, full = (
-        step(msgspec_replace(FSDP, activation_checkpointing=kind)) for kind in ("none", "selective", "full")
+    none, selective, full, half = (
+        step(msgspec_replace(FSDP, activation_checkpointing=kind)) for kind in ("none", "selective", "full", "full/2")
     )
+    assert half.recompute_s == pytest.approx(full.recompute_s / 2, rel=0.05)
     assert none.recompute_s == 0
     assert 0.25 < full.recompute_s / none.compute_s < 0.4
     assert 0 < selective.recompute_s < full.recompute_s / 2
