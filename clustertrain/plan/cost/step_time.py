@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost import compute
-from clustertrain.plan.cost.activations import PassConfig, split_blocks
+from clustertrain.plan.cost.activations import PassConfig, block_bytes, split_blocks
 from clustertrain.plan.cost.collectives import PCIE_GB_S, Network
 from clustertrain.plan.cost.compute import FITTED_CONSTANTS, CostConstants, GpuRates
 from clustertrain.plan.cost.frameworks import Framework
@@ -43,12 +43,13 @@ class StepEstimate:
     pipeline_s: float
     data_s: float
     optimizer_s: float
+    offload_s: float = 0.0  # activations to host memory and back
 
     @property
     def step_s(self) -> float:
         return (
             self.compute_s + self.recompute_s + self.bubble_s + self.tensor_s
-            + self.context_s + self.pipeline_s + self.data_s + self.optimizer_s
+            + self.context_s + self.pipeline_s + self.data_s + self.optimizer_s + self.offload_s
         )  # fmt: skip
 
 
@@ -91,11 +92,13 @@ class StepWithoutDP:
     pipeline_s: float
     forward_s: float  # of one micro-batch's blocks; hides the transfer of parameters
     backward_s: float  # of one micro-batch's blocks; hides the transfer of parameters and gradients
+    offload_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         return (
             self.compute_s + self.recompute_s + self.bubble_s + self.tensor_s + self.context_s + self.pipeline_s
+            + self.offload_s
         )  # fmt: skip
 
 
@@ -154,6 +157,7 @@ def estimate_without_dp(
         pipeline_s=slowdown * m * send_s,
         forward_s=slowdown * blocks * forward,
         backward_s=slowdown * blocks * (backward + recompute_s),
+        offload_s=slowdown * m * _activation_offload_s(model, layout, config, framework, blocks),
     )
 
 
@@ -176,7 +180,21 @@ def add_data_parallel(
         pipeline_s=without_dp.pipeline_s,
         data_s=data_s * machine.slowdown,
         optimizer_s=optimizer_s * machine.slowdown,
+        offload_s=without_dp.offload_s,
     )
+
+
+def _activation_offload_s(
+    model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework, blocks: float
+) -> float:
+    """Return the seconds per micro-batch in which the activations of ``blocks`` blocks move to the host and back.
+
+    Nothing hides them: the copies are in the stream of the computation.
+    """
+    if not config.parallel.activation_offload or not framework.is_built_in:
+        return 0.0
+    tokens = config.micro_batch * config.seq_len / layout.cp
+    return 2 * tokens * blocks * block_bytes(model, config, layout, framework) / (PCIE_GB_S * 1e9)
 
 
 def _imbalance(model: DecoderShape, layout: Layout, block: float, head: float, framework: Framework) -> float:

@@ -122,6 +122,19 @@ def test_recomputation_cost() -> None:
     assert none.compute_s == full.compute_s
 
 
+def test_offloaded_activations_cross_the_bus_twice() -> None:
+    plain, offloaded = (
+        step(FSDP, grad_accum=2),
+        step(FSDP, grad_accum=2, parallel=ParallelSpec(activation_offload=True)),
+    )
+    activations_gb = (
+        estimate_memory(LLAMA_8B, FSDP, PassConfig(8192, 1, precision="bf16", device="cuda"), None).activations_gib or 0
+    ) * 1.0737
+    assert offloaded.step_s - plain.step_s == pytest.approx(offloaded.offload_s)
+    assert offloaded.offload_s == pytest.approx(2 * 2 * activations_gb / 25, rel=0.2)
+    assert plain.offload_s == 0
+
+
 def msgspec_replace(layout: Layout, **changes: Any) -> Layout:
     return Layout(**{**{f: getattr(layout, f) for f in layout.__struct_fields__}, **changes})
 
