@@ -12,6 +12,8 @@ HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1"})
 VALIDATION_PREFIX = "validation_"  # of metric names: validation_loss, validation_accuracy, …
 SLICE_SEPARATOR = "/"  # validation_accuracy/night is the accuracy on the slice night
 
+MAX_PREDICTIONS = 100_000
+
 
 class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``[evaluation]`` table. Unused without validation data.
@@ -30,6 +32,9 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     metrics: tuple[MetricName, ...] = ()
     """Metrics in addition to the loss. Empty: accuracy for classes, also perplexity and bits_per_token on text;
     recall_at_1 for NT-Xent; mae for regression."""
+    save_predictions: int = 0
+    """Samples, from the first on, whose targets and predictions are written to the run's folder with the best and the
+    last evaluation; also a confusion matrix of all samples for a classifier. 0: none. Not for NT-Xent and cp."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
     patience_epochs: float = 0.0
@@ -43,11 +48,16 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             "every_epochs",
             "samples",
             "micro_batch",
+            "save_predictions",
             "patience",
             "patience_epochs",
             "warn_when_rising",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        if self.save_predictions > MAX_PREDICTIONS:
+            raise ValueError(
+                f"save_predictions = {self.save_predictions}: at most {MAX_PREDICTIONS:,}, since each is a line of text"
+            )
         if len(set(self.metrics)) < len(self.metrics):
             raise ValueError(f"metrics = {list(self.metrics)}: contains a duplicate")

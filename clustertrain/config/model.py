@@ -138,9 +138,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Name of a published size, for example ``"llama3.1-8b"``, that sets the sizes below, ``data.seq_len`` and
     ``train.global_batch``; keys given in the recipe win. Empty: no preset. Not for convnets and entries."""
     init: str = ""
-    """Folder or ``.safetensors`` file with the weights to start from, in the format of Hugging Face transformers. The
-    folder's ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models are supported. Empty:
-    random weights. Decoder only."""
+    """Weights to start from. Empty: random weights. For the decoder, a folder or ``.safetensors`` file in the format of
+    Hugging Face transformers, whose ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models
+    are supported. For another model, safetensors with the names of its ``state_dict()``. For every model, a checkpoint:
+    RUN (the newest one), ``"RUN@best"``, ``"RUN@STEP"`` or its folder, which sets the sizes too."""
     entry: str = ""
     """Function that builds your model, as ``"package.module:function"``. It is called with ``args`` and returns the
     ``torch.nn.Module`` to train. Empty: the built-in model of ``kind``."""
@@ -212,11 +213,6 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"preset = {self.preset!r}: {did_you_mean(self.preset, list(PRESETS))}")
         if self.preset and (self.entry or self.kind == "convnet"):
             raise ValueError(f"preset = {self.preset!r} is a transformer: remove preset")
-        if self.init and (self.entry or self.kind != "decoder"):
-            raise ValueError(
-                f"init = {self.init!r} sets the weights of the built-in decoder: remove "
-                f"{'entry' if self.entry else 'kind'}, or load the weights in a script with session.load_pretrained"
-            )
         if self.entry:
             check_entry(self.entry)
         if self.entry and self.kind != "decoder":

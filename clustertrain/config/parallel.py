@@ -9,7 +9,7 @@ import msgspec
 from clustertrain.config.checks.ranges import check_positive
 
 PipelineSchedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
-ActivationCheckpointing = Literal["auto", "none", "selective", "full"]
+ActivationCheckpointing = Literal["auto", "none", "selective", "full"] | int
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 
@@ -19,7 +19,8 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     activation_checkpointing: ActivationCheckpointing = "auto"
     """Recompute activations in the backward pass. ``"selective"``: keep matrix products, convolutions and attention,
-    recompute the rest. ``"full"``: recompute each layer. ``"auto"``: the least that lets the fastest layout fit, if
+    recompute the rest. ``"full"``: recompute each layer. 2 or more: recompute every Nth layer, the first one included,
+    and keep the others whole. ``"auto"``: the least that lets the fastest layout fit, if
     the plan predicts times; otherwise none."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory. Sharded layouts on GPUs only."""
@@ -37,7 +38,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order. ddp and zero1 only."""
     compress_gradients: bool = False
-    """All-reduce gradients in bf16. ddp and zero1 only."""
+    """Reduce gradients in bf16 instead of fp32: half the bytes, 8 bits of precision."""
     defer_reduction: bool | Literal["auto"] = "auto"
     """Reduce gradients only after the last micro-batch, which costs one unsharded gradient of memory. ``"auto"``: true,
     unless the plan predicts times and only false fits. Sharded layouts without pp only."""
@@ -63,6 +64,11 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         check_positive("bucket_mib", self.bucket_mib)
+        if isinstance(self.activation_checkpointing, int) and self.activation_checkpointing < 2:
+            raise ValueError(
+                f"activation_checkpointing = {self.activation_checkpointing}: recompute every Nth layer, with N = 2 or "
+                'more; "full" recomputes each layer, "none" no layer'
+            )
         if self.prefetch < 0 or self.virtual_stages < 0:
             raise ValueError("prefetch and virtual_stages must be 0 (automatic) or more")
         if self.virtual_stages > 1 and self.schedule == "auto":

@@ -23,12 +23,19 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name. Unused by TensorBoard."""
     uri: str = ""
     """MLflow tracking URI. Empty: ``MLFLOW_TRACKING_URI``, otherwise a database in the run folder. MLflow only."""
+    log_model: Literal["none", "best", "last"] = "none"
+    """Hand the model of the best or the last checkpoint to the trackers when the run completes: files of the MLflow run
+    and a new version in its model registry; an artifact in W&B. Named after ``project``, otherwise after the run."""
     offline: bool = False
     """Keep everything in the run folder, for ``wandb sync``. W&B only."""
 
     def __post_init__(self) -> None:
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers = {list(self.trackers)}: contains a duplicate")
+        if self.log_model != "none" and not {"wandb", "mlflow"} & {*self.trackers}:
+            raise ValueError(
+                f"log_model = {self.log_model!r}: only W&B and MLflow take models: add one to trackers, or remove it"
+            )
         if "@" in urlsplit(self.uri).netloc:
             raise ValueError(
                 "uri: contains a user name or password, which the run would keep; set them in the environment, as "

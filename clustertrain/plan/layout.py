@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -40,6 +41,30 @@ class Coordinates(NamedTuple):
     dp_shard: int
     cp: int
     tp: int
+
+
+_EVERY_NTH = re.compile(r"full/([1-9][0-9]{0,5})")  # "full/3": every third layer
+
+
+def format_checkpointing(mode: str | int) -> str:
+    """Return the layout's name of a value of ``parallel.activation_checkpointing``."""
+    return f"full/{mode}" if isinstance(mode, int) else mode
+
+
+def recompute_interval(mode: str) -> int:
+    """Return N if every Nth layer is recomputed whole, 1 for all layers, and 0 for other modes."""
+    if mode == "full":
+        return 1
+    match = _EVERY_NTH.fullmatch(mode)
+    return int(match[1]) if match else 0
+
+
+def recomputed_share(mode: str, layers: float) -> float:
+    """Return the share of ``layers`` that are recomputed, whole or in part."""
+    if mode == "none" or not layers:
+        return 0.0
+    interval = recompute_interval(mode)
+    return min(1.0, math.ceil(layers / interval) / layers) if interval else 1.0
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -197,6 +197,7 @@ def _estimate_time(spec: RunSpec, decision: PlanDecision) -> TimeEstimate:
             "context": step.context_s,
             "pipeline": step.pipeline_s,
             "data": step.data_s,
+            "activation_offload": step.offload_s,
         },
         compute_s=step.compute_s,
         recompute_s=step.recompute_s,

@@ -18,7 +18,14 @@ from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.hardware_rates import build_machine, find_gpu_type
 from clustertrain.plan.cost.memory import SAFE_FRACTION, MemoryEstimate
 from clustertrain.plan.cost.user_model import ModelStats
-from clustertrain.plan.layout import SHARDED_STRATEGIES, Batch, Layout, Strategy, resolve_dp_degrees
+from clustertrain.plan.layout import (
+    SHARDED_STRATEGIES,
+    Batch,
+    Layout,
+    Strategy,
+    format_checkpointing,
+    resolve_dp_degrees,
+)
 from clustertrain.plan.search.layouts import SearchConstraints, SearchProblem
 
 DEFAULT_GPU_GIB = 16.0  # for an unknown GPU: the smallest memory of data-center GPUs in use
@@ -103,7 +110,7 @@ class PlanRequest:
 
     def _activation_checkpointing(self) -> str:
         mode = self.spec.recipe.parallel.activation_checkpointing
-        return "none" if mode == "auto" else mode
+        return "none" if mode == "auto" else format_checkpointing(mode)
 
     def has_degrees(self) -> bool:
         """Return whether the user requested any degree of parallelism."""
@@ -168,7 +175,7 @@ class PlanRequest:
             micro_batch=recipe.train.micro_batch,
             activation_checkpointing=""
             if parallel.activation_checkpointing == "auto"
-            else parallel.activation_checkpointing,
+            else format_checkpointing(parallel.activation_checkpointing),
             schedule=self._pipeline_schedule() if virtual_stages else "",
             virtual_stages=virtual_stages,
         )

@@ -361,6 +361,10 @@ class Compiled(Event, frozen=True, kw_only=True):
     compiled_s: float | None = None
     """The same, compiled."""
     compile_s: float | None = None
+    loss_difference: float | None = None
+    """Largest relative difference of a rank's loss on the same batch; unknown with torch's dropout."""
+    grad_norm_difference: float | None = None
+    """The same of the norm of the gradients."""
 
 
 class CompileFailed(Event, frozen=True, kw_only=True):
@@ -381,6 +385,15 @@ class Profiled(Event, frozen=True, kw_only=True):
     """First and last."""
     path: str | None = None
     """Path of the files without their suffixes."""
+
+
+class PredictionsSaved(Event, frozen=True, kw_only=True):
+    """An evaluation wrote predictions (`evaluation.save_predictions`)."""
+
+    writer = "rank 0"
+
+    step: int | None = None
+    path: str | None = None
 
 
 class Evaluation(Event, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ Each row has ``step`` (completed optimizer steps) and ``t`` (end of the step, UT
 - ``allocated_gib``: of rank 0's GPU; every ``log_every`` steps also ``peak_allocated_gib``, or ``rss_gib`` on a CPU
 - ``evaluation``: "cut short" if a stop ended the evaluation early; the next attempt repeats it and writes the row again
 - every ``stability.layer_stats_every`` steps ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
-  ``activation/UNIT`` and ``dead/MODULE``
+  ``activation/UNIT``, ``dead/MODULE`` and ``saturated/MODULE``
 - ``sum_skipped``: skipped steps of the run so far, if there are any
 - ``sum_step_s``, ``sum_tokens``, ``sum_data_wait_s``: running totals over the attempt including this row. The total of
   a range of steps is therefore the difference of two rows.

@@ -64,6 +64,11 @@ class AttemptDir:
         return self.path / "checkpoint.json"
 
     @property
+    def rank_python(self) -> Path:
+        """Python, packages and container of the ranks (:mod:`clustertrain.run.rank_python`). Written by rank 0."""
+        return self.path / "python.json"
+
+    @property
     def rendezvous(self) -> Path:
         return self.path / "rendezvous.json"
 
@@ -197,6 +202,11 @@ class RunDir:
     def tracking(self) -> Path:
         """Files of the trackers, and what each has received. Written by the tracking process."""
         return self.path / "tracking"
+
+    @property
+    def predictions(self) -> Path:
+        """Predictions of evaluations: a folder per step. Written by the ranks."""
+        return self.path / "predictions"
 
     @property
     def checkpoints(self) -> Path:

@@ -11,14 +11,13 @@ from typing import Any
 
 from clustertrain.config.checks import adapter_checks, epochs, unused_keys
 from clustertrain.config.checks.unused_keys import KeyCondition
-from clustertrain.config.huggingface import families
 from clustertrain.config.job import JobSpec, ScriptSpec
 from clustertrain.config.parsing import presets
 from clustertrain.config.parsing.documents import build, load_toml, parse_assignment, parse_value, set_value_at
 from clustertrain.config.parsing.dotted_keys import split_key, type_at
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.submit import command
+from clustertrain.submit import command, start_weights
 from clustertrain.submit.request import SubmitRequest
 
 
@@ -136,5 +135,5 @@ def _list_overrides(request: SubmitRequest) -> list[tuple[str, Any]]:
 
 
 def _build_values(document: Mapping[str, Any], source: str, cwd: Path) -> RecipeFile:
-    document = adapter_checks.resolve_init(families.apply_init(document, cwd), cwd)
+    document = adapter_checks.resolve_init(start_weights.apply_init(document, cwd), cwd)
     return build(presets.apply_preset(document), RecipeFile, source)

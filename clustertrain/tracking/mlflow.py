@@ -5,18 +5,21 @@ An existing MLflow run is found by its id in the state, or by a tag with our run
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from clustertrain import extras, fsio
 from clustertrain.run.run_dir import RunDir
+from clustertrain.tracking.model_files import exported_model
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
 from clustertrain.tracking.tracker import TrackerState
 
 TAG = "clustertrain.run"
+MODEL_FOLDER = "model"  # of the run's artifacts
 MAX_METRICS_PER_REQUEST, MAX_PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits
 MAX_PARAM_LENGTH = 6000
 # By default MLflow retries seven times over minutes and cannot be stopped meanwhile; rows can wait instead.
@@ -49,6 +52,7 @@ class MLflow:
         self._metadata = metadata
         self._artifacts = (run.tracking / "mlflow-artifacts").as_uri()
         self._folder = run.tracking
+        self._clustertrain_run = run
         self._state = TrackerState(run, self.name)
         self._client: Any = None
         self._run_id = ""
@@ -132,8 +136,23 @@ class MLflow:
         self._save_state(self._last_step)
 
     def close(self, ending: str | None) -> None:
+        if ending == "completed" and self._metadata.spec.log_model != "none":
+            self._register_model(self._metadata.spec.log_model)
         if ending is not None:
             self._client.set_terminated(self._run_id, _STATUS.get(ending, "KILLED"))
+
+    def _register_model(self, which: Literal["best", "last"]) -> None:
+        """Upload the model's files and register them as a new version, unless a version of this run exists."""
+        name = _sanitize_name(self._metadata.project or self._metadata.name)
+        if any(v.run_id == self._run_id for v in self._client.search_model_versions(f"name='{name}'")):
+            return
+        with exported_model(self._clustertrain_run, which, self.name) as model:
+            self._client.log_artifacts(self._run_id, str(model.folder), MODEL_FOLDER)
+            tags = {"clustertrain.run": self._metadata.run, "clustertrain.step": str(model.step)}
+        with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # it exists
+            self._client.create_registered_model(name)
+        source = f"{self._client.get_run(self._run_id).info.artifact_uri}/{MODEL_FOLDER}"
+        self._client.create_model_version(name, source, self._run_id, tags=tags)
 
     def abandon(self) -> None:
         self._client = None

@@ -9,6 +9,7 @@ import contextlib
 import json
 import netrc
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from clustertrain import extras, fsio
 from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run.run_dir import RunDir
+from clustertrain.tracking.model_files import ModelFiles, exported_model
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
 
@@ -40,6 +42,7 @@ class Wandb:
         self._wandb: Any = wandb
         self._metadata = metadata
         self._folder = run.tracking
+        self._clustertrain_run = run
         self._run: Any = None
 
     def open(self) -> int:
@@ -86,6 +89,20 @@ class Wandb:
             self._run.log({**scalars(row), **timestamp}, step=row["step"], commit=True)
 
     def close(self, ending: str | None) -> None:
+        which = self._metadata.spec.log_model
+        if ending != "completed" or which == "none":
+            self._finish(ending, None)
+            return
+        with exported_model(self._clustertrain_run, which, self.name) as model:
+            self._finish(ending, model)
+
+    def _finish(self, ending: str | None, model: ModelFiles | None) -> None:
+        """Finish the run after the upload of ``model``; W&B reads its files until then."""
+        if model is not None:
+            name = re.sub(r"[^\w.-]", "_", self._metadata.project or self._metadata.name)
+            artifact = self._wandb.Artifact(name, type="model", metadata={"step": model.step})
+            artifact.add_dir(str(model.folder))
+            self._run.log_artifact(artifact)
         if ending is None:
             self._run.mark_preempting()
         self._run.finish(exit_code={"completed": 0, None: EXIT_STOPPED}.get(ending, 1))

@@ -25,6 +25,7 @@ from clustertrain.train.models.build import TrainingTask, build_task, find_model
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.session.model_setup import report_eval_mode
+from clustertrain.train.session.pretrained import find_rename
 from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
 
@@ -53,8 +54,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     training_task = build_task(recipe)
     optim = recipe.optim
     if recipe.model.init:
-        names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}
-        session.load_pretrained(training_task.model, recipe.model.init, rename=names.__getitem__)
+        session.load_pretrained(training_task.model, recipe.model.init, rename=find_rename(recipe.model))
     if recipe.adapter.is_enabled:
         _add_adapters(session, recipe, training_task.model)
     model = session.parallelize(
@@ -161,6 +161,7 @@ def build_evaluations(
         workers=recipe.data.workers,
         group=recipe.model.two_tower.group if recipe.model.kind == "two-tower" else 1,
         ignore_index=recipe.objective.ignore_index,
+        save_predictions=spec.save_predictions,
         limits=task.limits,
     )
 

@@ -206,7 +206,13 @@ function backdrop(data) {
   };
 }
 
-function draw_chart(charts, figure, chart, times, lines, band) {
+// The axis has a line per digit; only powers of ten, and their halves, have room for a label.
+function decade(value) {
+  if (value === null || !/^[15]e/.test(value.toExponential(0))) return null;
+  return value < 0.01 ? value.toExponential(0) : compact(value);
+}
+
+function draw_chart(charts, figure, chart, times, lines, band, log) {
   const readout = figure.querySelector(".readout");
   const many = lines.length > 4;
   let nearest = null;
@@ -236,7 +242,7 @@ function draw_chart(charts, figure, chart, times, lines, band) {
       focus: many,
       points: { show: !many },
       padding: [8, 8, 0, 0],
-      scales: { x: { time: true }, y: { range: value_range(chart) } },
+      scales: { x: { time: true }, y: log ? { distr: 3 } : { range: value_range(chart) } },
       series: [
         {},
         ...lines.map((l) => ({
@@ -250,14 +256,14 @@ function draw_chart(charts, figure, chart, times, lines, band) {
       bands: band ? [{ series: band, fill: () => colour("--band") }] : [],
       axes: [
         time_axis(),
-        { ...time_axis(), size: 50, space: 34, values: (u, ticks) => ticks.map(compact) },
+        { ...time_axis(), size: 50, space: 34, values: (u, ticks) => ticks.map(log ? decade : compact) },
       ],
       hooks: {
         drawClear: [backdrop(charts.data)],
         setSeries: [(u, i) => { nearest = i ? lines[i - 1] : null; say(u); }],
       },
     },
-    [times, ...lines.map((l) => l.values)],
+    [times, ...lines.map((l) => (log ? l.values.map((v) => (v > 0 ? v : null)) : l.values))],
     say,
   );
 }

@@ -86,6 +86,7 @@ function show_key(charts, shown) {
 
 function draw_all(charts) {
   const select = byId("shown");
+  const logarithmic = byId("logarithmic");
   const grid = byId("charts");
   fill_selector(select, charts.data);
   let drawn = [];
@@ -97,7 +98,7 @@ function draw_all(charts) {
       const { lines, band } = lines_for(charts, chart, select.value);
       const times = chart.table === "gpus" ? charts.tables.overall.times : charts.tables[chart.table].times;
       figure.querySelector(".plot").setAttribute("aria-label", `${chart.title}: ${about(lines[band ? 1 : 0], chart)}`);
-      return draw_chart(charts, figure, chart, times, lines, band);
+      return draw_chart(charts, figure, chart, times, lines, band, logarithmic.checked && chart.table === "training");
     });
   };
   const figures = charts.data.charts.map((chart, i) => {
@@ -111,6 +112,7 @@ function draw_all(charts) {
     return figure;
   });
   select.onchange = draw;
+  logarithmic.onchange = draw;
   draw();
   return (gpu) => {
     const row = charts.data.chosen.indexOf(gpu);

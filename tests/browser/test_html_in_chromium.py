@@ -179,6 +179,20 @@ def test_zoom_by_buttons_and_keys(open_page: Open, day: Path) -> None:
     assert high - low == pytest.approx(240), "no further than a few points"
 
 
+def test_training_curves_on_log_axes(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    loss, power = (opened.page.locator(f"[data-curve='{name}'] canvas") for name in ("training.loss", "gpus.power_w"))
+    take = "c => c.toDataURL()"
+    linear, linear_power = loss.evaluate(take), power.evaluate(take)
+    opened.page.check("#logarithmic")
+    opened.page.evaluate(SETTLED)
+    assert loss.evaluate(take) != linear and power.evaluate(take) == linear_power
+    assert loss.evaluate(COUNT_COLORS) > 4
+    opened.page.uncheck("#logarithmic")
+    opened.page.evaluate(SETTLED)
+    assert loss.evaluate(take) == linear and opened.errors == []
+
+
 def test_selector_shows_other_curves(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     key = opened.page.locator("#key li")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +73,30 @@ def test_both_times_are_reported_and_resume_is_exact(tmp_path: Path) -> None:
     run = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]
     ranks = Ranks(run, 1, setup=fast_compiler).expect(0)
     (event,) = ranks.events("compiled")
+    assert event["loss_difference"] < 1e-5 and event["grad_norm_difference"] < 1e-4
+    assert ranks.events("training_warning") == []
     assert event["eager_s"] > 0 and event["compiled_s"] > 0 and event["compile_s"] > event["compiled_s"]
     shutil.rmtree(run.checkpoints / "step-00000004")
     resumed = Ranks(run, 1, 2, setup=fast_compiler).expect(0)
     assert resumed.events("restored")[0]["step"] == 2
     assert resumed.losses() == {s: v for s, v in ranks.losses().items() if s > 2}
+
+
+def test_compiler_that_computes_something_else_warns(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", FSDP, 2, steps=2, parallel={"compile": True})
+    ranks = Ranks(run, 2, setup=wrong_compiler_on_rank_1).expect(0)
+    (event,) = ranks.events("compiled")
+    (warning,) = [e for e in ranks.events("training_warning") if e["code"] == "compile_differs"]
+    assert warning["value"] == pytest.approx(event["loss_difference"]) and warning["value"] > warning["limit"] == 1e-4
+
+
+def wrong_compiler_on_rank_1() -> None:
+    """Setup: compile without a compiler; rank 1's layers return twice their output."""
+    one_thread()
+    original, factor = torch._dynamo.lookup_backend("eager"), 1 + int(os.environ["RANK"])
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled = original(graph, inputs)
+        return lambda *args: tuple(factor * output for output in compiled(*args))
+
+    torch._dynamo.lookup_backend = lambda _: backend

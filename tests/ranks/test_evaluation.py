@@ -86,9 +86,19 @@ EVALUATE = {
 }
 
 
+SAVED = 5  # predictions, of samples that several ranks have
+
+
 def train(folder: Path, layout: Layout, samples: int = SAMPLES, **kw: Any) -> dict[int, dict[str, float]]:
-    run = make_evaluation_run(folder, layout, EVALUATE, **kw)
+    saved = 0 if layout.cp > 1 else SAVED
+    tables = {**EVALUATE, "evaluation": {**EVALUATE["evaluation"], "save_predictions": saved}}
+    run = make_evaluation_run(folder, layout, tables, **kw)
     Ranks(run, layout.world_size, setup=use_validation_data, args=(samples,)).expect(0)
+    if saved:
+        rows = [row for path in run.predictions.glob(f"step-{STEPS:08d}/*.jsonl") for row in fsio.read_jsonl(path)]
+        targets = {row["sample"]: row["target"] for row in rows}
+        assert len(rows) == SAVED and targets == {i: ValidationData()[i][1].tolist() for i in range(SAVED)}
+        assert all(len(row["prediction"]) == SEQ_LEN for row in rows)
     return evaluations(run)
 
 

@@ -38,6 +38,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]
     [
         (DDP, {"static_graph": True, "bucket_mib": 1}, FP32),
         (DDP, {"compress_gradients": True}, BF16),
+        (FSDP, {"compress_gradients": True}, BF16),
         (msgspec.structs.replace(FSDP, defer_reduction=False), {"prefetch": 1}, FP32),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.huggingface import families, tensor_names
 from clustertrain.config.model import ModelSpec
 from clustertrain.plan.layout import Layout
@@ -125,3 +127,49 @@ def test_unreadable_weights_end_all_ranks_with_the_reason(tmp_path: Path, damage
     assert all(ranks.wait())
     expected = "is torn" if damage == "torn" else "is missing"
     assert all(expected in result["error"]["message"] for result in ranks.results()), ranks.results()
+
+
+NET = """
+from torch import nn
+
+class Scaled(nn.Flatten):
+    def forward(self, x):
+        return super().forward(x) / 127.5 - 1
+
+def make(width):
+    return nn.Sequential(Scaled(), nn.Linear(8 * 8 * 3, width), nn.BatchNorm1d(width), nn.Linear(width, 10))
+"""
+
+
+def test_own_model_starts_from_another_run_in_another_layout(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    model = {"entry": "net:make", "args": {"width": 24}}
+    options = {"steps": 2, "every": 100, "data": {"kind": "images", "image_size": 8}}
+    first = make_run(tmp_path / "first", "fsdp", 2, model=model, **options)
+    Ranks(first, 2, setup=_one_thread_with_imports, args=(str(tmp_path),)).expect(0)
+    source = inspect.find_checkpoint(first.checkpoints)
+    run = make_run(tmp_path / "second", "ddp", 2, model={**model, "init": str(source)}, **options)
+    ranks = Ranks(run, 2, setup=_save_initial_values_with_imports, args=(str(tmp_path),)).expect(0)
+    (event,) = ranks.events("pretrained_loaded")
+    assert event["tensors"] == 9  # with the integer that counts the batches of the norm
+    assert inspect.digest(inspect.find_checkpoint(run.checkpoints, 1), ("model",)) == inspect.digest(source, ("model",))
+    wide = make_run(tmp_path / "wide", "ddp", 1, model={**model, "args": {"width": 32}, "init": str(source)}, **options)
+    (result,) = _fail(wide, str(tmp_path))
+    assert "1.weight has shape [24, 192], not [32, 192]" in result["error"]["message"]
+    assert "3.weight has shape [10, 24], not [10, 32]" in result["error"]["message"]
+
+
+def _one_thread_with_imports(folder: str) -> None:
+    one_thread()
+    sys.path.insert(0, folder)
+
+
+def _save_initial_values_with_imports(folder: str) -> None:
+    save_initial_values()
+    sys.path.insert(0, folder)
+
+
+def _fail(run: RunDir, folder: str) -> list[dict[str, Any]]:
+    ranks = Ranks(run, 1, setup=_one_thread_with_imports, args=(folder,))
+    assert all(ranks.wait())
+    return ranks.results()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
@@ -42,13 +42,13 @@ _FIX = "download the file again"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a model in one or several safetensors files."""
+    """The tensors of a model in the files of a folder."""
 
     folder: Path
     sizes: Mapping[str, int]
     """Bytes of each file, by its name in the folder."""
     tensors: Mapping[str, TensorRecord]
-    """The tensors by name. Each has one shard without checksums, since the format has none."""
+    """The tensors by name. In safetensors files each has one shard without checksums, since the format has none."""
     metadata: Mapping[str, str]
     """The metadata of the files' headers."""
 
@@ -175,13 +175,22 @@ def _is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
-def check_tensors(files: WeightFiles, expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+def check_tensors(
+    files: WeightFiles,
+    expected: Mapping[str, tuple[int, ...]],
+    source: str,
+    *,
+    integers: Collection[str] = (),
+    ignored: Collection[str] = (),
+) -> None:
     """Check that the files contain exactly the tensors ``expected``, shapes by name, in a floating-point dtype.
 
     Buffers of rotary embeddings, which old files contain, and the copy of a tied embedding are ignored.
 
     Args:
         source: what expects them, for the message.
+        integers: names of tensors that may have any dtype, since the model's are not floating-point either.
+        ignored: names of further tensors that the files may contain.
 
     Raises:
         ConfigError: they do not; the message lists all differences.
@@ -195,9 +204,9 @@ def check_tensors(files: WeightFiles, expected: Mapping[str, tuple[int, ...]], s
             lines.append(f"{name} is missing" + (f"; the nearest name is {close[0]}" if close else ""))
         elif tensor.shape != shape:
             lines.append(f"{name} has shape {list(tensor.shape)}, not {list(shape)}")
-        elif tensor.dtype not in _FLOATS:
+        elif tensor.dtype not in _FLOATS and name not in integers:
             lines.append(f"{name} has dtype {tensor.dtype}, which is not {', '.join(_FLOATS)}")
-    unexpected = [name for name in names if name not in expected and not _is_ignored(name, expected)]
+    unexpected = [name for name in names if name not in (*expected, *ignored) and not _is_ignored(name, expected)]
     lines += [f"{name} is not in the model" for name in unexpected]
     if not lines:
         return

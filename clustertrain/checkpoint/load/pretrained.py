@@ -1,4 +1,7 @@
-"""Load the weights of safetensors files into a model, in whatever layout. Each rank reads the bytes that it needs."""
+"""Load the weights of safetensors files or of a checkpoint into a model, in whatever layout.
+
+Each rank reads the bytes that it needs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from clustertrain.checkpoint.core import state_dict
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.format.manifest import FORMAT_VERSION, Manifest
-from clustertrain.checkpoint.format.safetensors_files import WeightFiles, read_weight_files
+from clustertrain.checkpoint.format.model_tensors import read_weights
+from clustertrain.checkpoint.format.safetensors_files import WeightFiles
 from clustertrain.checkpoint.load.reader import CheckpointReader
 from clustertrain.errors import CheckpointError, ClusterTrainError
 
@@ -27,7 +31,9 @@ _KEY = "model"  # of the module in the state that is loaded
 def load_pretrained(
     model: nn.Module, path: Path, names: Mapping[str, str], ranks: Ranks, *, token: str, untouched: Collection[str] = ()
 ) -> None:
-    """Fill ``model`` with the tensors of the safetensors file or folder ``path``, converted to its dtypes. Collective.
+    """Fill ``model`` with the tensors of the safetensors files or the checkpoint ``path``. Collective.
+
+    They are converted to the dtypes of ``model``.
 
     Args:
         names: the file's name of each tensor, by its name in the whole model. Other tensors of the files are ignored.
@@ -43,7 +49,7 @@ def load_pretrained(
     failure: Failure | None = None
     finish = None
     try:
-        files = read_weight_files(path)
+        files = read_weights(path)
         reader = CheckpointReader(files.folder, _to_manifest(files, names, token), ranks)
         finish = reader.load({_KEY: _Selection(model, untouched) if untouched else model})
     except ClusterTrainError as e:

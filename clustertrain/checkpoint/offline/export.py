@@ -20,6 +20,7 @@ from clustertrain import extras, fsio, reading
 from clustertrain.checkpoint.format import adapter_files, dtypes
 from clustertrain.checkpoint.format.adapter_files import BASE_HASH
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord, check_sizes, read_manifest
+from clustertrain.checkpoint.format.model_tensors import find_model_tensors
 from clustertrain.checkpoint.format.safetensors_files import INDEX_FILE, SINGLE_FILE
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.adapter import SavedAdapter, find_adapter
@@ -125,24 +126,6 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
 
 
 # -- tensors and their names
-
-
-def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
-    """Return the parameters and persistent buffers by their names in the module's state_dict.
-
-    If the state has several modules, each name is prefixed with the module's key and a dot. Tensors inside extra state
-    have no such name and are omitted.
-    """
-    tensors = {t.name: t for t in manifest.tensors if t.kind == "model"}
-    modules: dict[str, dict[str, TensorRecord]] = {}
-    for key, value in manifest.values.items():
-        for fqn, leaf in value.items() if isinstance(value, dict) else ():
-            name = leaf.get("__tensor__") if isinstance(leaf, dict) else None
-            if name in tensors:
-                modules.setdefault(key, {})[fqn] = tensors[name]
-    if len(modules) == 1:
-        return next(iter(modules.values()))
-    return {f"{key}.{fqn}": t for key, module_tensors in modules.items() for fqn, t in module_tensors.items()}
 
 
 NamedTensors = list[tuple[str, TensorRecord]]  # in the order of writing

@@ -119,6 +119,11 @@ def _check_schedule(recipe: Recipe) -> None:
 
 def _check_evaluation(recipe: Recipe) -> None:
     evaluation, available = recipe.evaluation, METRICS_BY_OBJECTIVE[recipe.objective_kind]
+    if evaluation.save_predictions and recipe.objective_kind == "nt-xent":
+        raise ValueError(
+            "evaluation.save_predictions: NT-Xent compares samples with each other, and there is no prediction per "
+            "sample: set it to 0"
+        )
     for name in evaluation.metrics:
         if name not in available and not recipe.model.entry:
             raise ValueError(

@@ -68,7 +68,8 @@ _UNSUPPORTED_FAMILIES = {
 def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and its path made absolute.
 
-    A file that has no ``config.json`` beside it leaves the sizes to the document.
+    ``model.init`` is a file or folder of transformers. A file that has no ``config.json`` beside it leaves the sizes to
+    the document.
 
     Raises:
         NotFound: the weights or their ``config.json`` are not on this machine.
@@ -93,11 +94,45 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     return {**document, "model": {**table, **model, "init": str(path)}}
 
 
-def _check_agreement(folder: Path, table: Mapping[str, Any], values: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError if ``values`` of ``source`` are not those of the configuration in ``folder``."""
+def apply_model_table(document: Mapping[str, Any], table: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Return a recipe's document with the model of the checkpoint ``source`` in ``[model]``, as far as it is open.
+
+    Keys that the document sets must agree where they define the tensors. A document that names its own ``entry``, or
+    another kind of model, keeps its table: the tensors decide.
+
+    Args:
+        table: the ``[model]`` table of the run that saved the checkpoint.
+
+    Raises:
+        ConfigError: the preset or a key of the document contradicts the checkpoint.
+    """
+    model = document.get("model")
+    model = dict(model) if isinstance(model, dict) else {}
+    defaults = {field.name: field.default for field in msgspec.structs.fields(ModelSpec)}
+    set_keys = {key: value for key, value in table.items() if key in defaults and not _is_default(key, value)}
+    stored = {key: value for key, value in set_keys.items() if key not in ("preset", "init", "dropout")}
+    own_kind = {key: model[key] for key in ("entry", "kind") if key in model}
+    if any(value != stored.get(key, defaults[key]) for key, value in own_kind.items()):
+        return dict(document)
+    if stored.get("kind", defaults["kind"]) == "decoder" and not stored.get("entry"):
+        preset = str(model.get("preset", ""))
+        _check_agreement(source, stored, PRESETS.get(preset, {}), f"model.preset = {preset!r}", "the checkpoint")
+        _check_agreement(source, stored, model, "the recipe", "the checkpoint")
+    return {**document, "model": {**stored, **model}}
+
+
+def _is_default(key: str, value: Any) -> bool:
+    default: Any = getattr(ModelSpec(), key)
+    return bool(value == msgspec.to_builtins(default))
+
+
+def _check_agreement(
+    folder: Path, table: Mapping[str, Any], values: Mapping[str, Any], source: str, origin: str = CONFIG_FILE
+) -> None:
+    """Raise ConfigError if ``values`` of ``source`` are not those in ``table``, which ``origin`` in ``folder`` has."""
     free = ("max_seq_len",)  # training on shorter sequences changes no weight
     differences = [
-        f"{key} = {values[key]!r} in {source}, but {table.get(key, default)!r} in {CONFIG_FILE}"
+        f"{key} = {values[key]!r} in {source}, but {table.get(key, default)!r} in {origin}"
         for key, default in _DEFAULTS.items()
         if key in values and key not in free and values[key] != table.get(key, default)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ CONTIGUOUS_SAMPLES = 1024  # to check for shifted labels, in the dataset's order
 MAX_SHOWN = 4
 MAX_DUPLICATE_SHARE = 0.1  # of the samples
 MAX_CLASS_SHARE = 0.9  # of the labels
+MAX_INPUT_SCALE = 10.0  # of mean and standard deviation, and its inverse for the latter
 MAX_TEXT_CHARS = 40  # shown per sample
 
 Note = tuple[Verdict, str, str]  # (verdict, text, fix)
@@ -44,8 +46,19 @@ class SampleStats:
     """Number of samples by types and shapes of inputs and target."""
     labels: list[torch.Tensor] = field(default_factory=list)
     """The integer targets."""
+    float_moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Number, sum and sum of squares of the floating-point inputs that are finite."""
     target_hashes: dict[str, set[str]] = field(default_factory=dict)
     """Hashes of the targets by hash of the inputs."""
+
+    @property
+    def float_scale(self) -> tuple[float, float] | None:
+        """Return mean and standard deviation of the floating-point inputs; None without any."""
+        count, total, squares = self.float_moments
+        if not count:
+            return None
+        mean = total / count
+        return mean, math.sqrt(max(0.0, squares / count - mean**2))
 
     @property
     def duplicates(self) -> int:
@@ -69,6 +82,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     has_unique_target = has_labels and not subject.recipe.is_text  # equal text may continue in several ways
     notes = [
         *assess_values(stats, dataset, has_unique_target=has_unique_target),
+        *assess_scale(stats),
         *assess_labels(stats, num_classes, subject),
         *_assess_validation_overlap(task, stats),
     ]
@@ -86,6 +100,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         "shapes": dict(stats.shapes),
         "duplicates": stats.duplicates,
         "non_finite": stats.non_finite,
+        "input_scale": stats.float_scale,
         "classes": num_classes,
         "labels": dict(sorted(_label_counts(stats).items())) if has_labels else {},
         "preview": dict(preview),
@@ -96,6 +111,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     }
     rows = [("samples", f"{size:,}; {len(indices):,} checked, {stats.duplicates} of them duplicates"), *preview]
     rows += [("shapes", "; ".join(f"{s} ({n})" if len(stats.shapes) > 1 else s for s, n in stats.shapes.items()))]
+    if stats.float_scale is not None:
+        rows.append(("input scale", "mean {:.3g}, standard deviation {:.3g}".format(*stats.float_scale)))
     if evidence["labels"]:
         rows.append(("labels", _format_labels(evidence["labels"], num_classes)))
     if documents := format_documents(lengths, padding):
@@ -115,6 +132,11 @@ def add_sample(stats: SampleStats, index: int, sample: Any) -> None:
     stats.target_hashes.setdefault(input_hash, set()).add(
         xxhash.xxh3_64_hexdigest(b"".join(_tensor_bytes(t) for t in _as_tensors(target)))
     )
+    for t in tensors:
+        if t.is_floating_point():
+            finite = t.double()[torch.isfinite(t)]
+            moments = (finite.numel(), float(finite.sum()), float(finite.square().sum()))
+            stats.float_moments = [a + b for a, b in zip(stats.float_moments, moments, strict=True)]
     if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in (*tensors, *_as_tensors(target))):
         stats.non_finite.append(index)
     shapes = (
@@ -191,6 +213,18 @@ def assess_values(stats: SampleStats, dataset: Any, *, has_unique_target: bool =
         fix = "keep one target per input: no model can fit both"
         notes.append(("warn", f"{ambiguous} inputs occur with different targets", fix))
     return notes
+
+
+def assess_scale(stats: SampleStats) -> list[Note]:
+    """Return a note on floating-point inputs that are far from mean 0 and standard deviation 1."""
+    if stats.float_scale is None:
+        return []
+    mean, deviation = stats.float_scale
+    if deviation == 0 or (abs(mean) <= MAX_INPUT_SCALE and 1 / MAX_INPUT_SCALE <= deviation <= MAX_INPUT_SCALE):
+        return []  # inputs that are all equal have a note of their own
+    text = f"the inputs have mean {mean:.3g} and standard deviation {deviation:.3g}: they are not normalized"
+    fix = "subtract the mean and divide by the standard deviation in the dataset, unless the model does it"
+    return [("warn", text, fix)]
 
 
 def assess_labels(stats: SampleStats, num_classes: int | None, subject: Subject) -> list[Note]:

@@ -15,7 +15,7 @@ from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
 from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
-from clustertrain.plan.layout import Layout
+from clustertrain.plan.layout import Layout, recompute_interval, recomputed_share
 
 SINGLE_RANK = Layout()
 _HALF_PRECISIONS = ("bf16", "fp16", "fp8")  # everything except fp8 matmuls is bf16
@@ -219,17 +219,19 @@ def _score_bytes(model: DecoderShape, config: PassConfig, framework: Framework) 
 def saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
     """Return the bytes per token of one block that stay until its backward pass.
 
-    With ``full`` checkpointing its input, with ``selective`` also the outputs of its matmuls and its attention. Modes
-    in tables only: ``selective_op`` (torchtitan) keeps every second matmul's output; ``selective_attn`` (Megatron)
-    keeps all but the scores; ``selective_layer`` is ``full`` for every second block.
+    With ``full`` checkpointing its input (``full/N``: the mean over all layers), with ``selective`` also the outputs of
+    its matmuls and its attention. Modes in tables only: ``selective_op`` (torchtitan) keeps every second matmul's
+    output; ``selective_attn`` (Megatron) keeps all but the scores; ``selective_layer`` is ``full`` for every second
+    block.
     """
     mode = layout.activation_checkpointing
     if mode == "none":
         return block_bytes(model, config, layout, framework)
     sp_degree = layout.tp if layout.sequence_parallel else 1
     input_bytes = config.residual_bytes * model.dim / sp_degree
-    if mode == "full":
-        return input_bytes
+    if recompute_interval(mode):
+        share = recomputed_share(mode, model.layers)
+        return share * input_bytes + (1 - share) * block_bytes(model, config, layout, framework)
     if mode == "selective_attn":
         return block_bytes(model, config, layout, framework) - _score_bytes(model, config, framework) / layout.tp
     if mode == "selective_layer":

@@ -17,7 +17,7 @@ from clustertrain.plan.cost.activations import PassConfig, RankStage, activation
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
 from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
 from clustertrain.plan.cost.trainer_memory import LowerBounds, Moment, PassCache
-from clustertrain.plan.layout import Layout
+from clustertrain.plan.layout import Layout, recomputed_share
 
 GIB = 1024**3
 # Fraction of the memory that a search lets a rank use: of 454 runs, none with an estimate below 80 % of the memory ran
@@ -166,7 +166,8 @@ def _state_bytes(
             grads = -(-local_params // group) * framework.grad_bytes
     if config.autocast:
         # The casts of the weights live as long as the graph of their micro-batch, or are redone block by block.
-        cast_params = stage_params if layout.activation_checkpointing == "none" else block_params + end_params
+        share = recomputed_share(layout.activation_checkpointing, model.layers)
+        cast_params = (1 - share) * stage_params + share * (block_params + end_params)
         return params + cast_params * config.compute_bytes * stage.in_flight, grads, optimizer
     return params, grads, optimizer
 

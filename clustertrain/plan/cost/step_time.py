@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost import compute
-from clustertrain.plan.cost.activations import PassConfig, split_blocks
+from clustertrain.plan.cost.activations import PassConfig, block_bytes, split_blocks
 from clustertrain.plan.cost.collectives import PCIE_GB_S, Network
 from clustertrain.plan.cost.compute import FITTED_CONSTANTS, CostConstants, GpuRates
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
-from clustertrain.plan.layout import Layout
+from clustertrain.plan.layout import Layout, recompute_interval
 
 # AdamW reads weight, gradient and two moments, and writes three of them and the 16-bit copy.
 UPDATE_BYTES_PER_PARAM = 30.0
@@ -43,12 +43,13 @@ class StepEstimate:
     pipeline_s: float
     data_s: float
     optimizer_s: float
+    offload_s: float = 0.0  # activations to host memory and back
 
     @property
     def step_s(self) -> float:
         return (
             self.compute_s + self.recompute_s + self.bubble_s + self.tensor_s
-            + self.context_s + self.pipeline_s + self.data_s + self.optimizer_s
+            + self.context_s + self.pipeline_s + self.data_s + self.optimizer_s + self.offload_s
         )  # fmt: skip
 
 
@@ -91,11 +92,13 @@ class StepWithoutDP:
     pipeline_s: float
     forward_s: float  # of one micro-batch's blocks; hides the transfer of parameters
     backward_s: float  # of one micro-batch's blocks; hides the transfer of parameters and gradients
+    offload_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         return (
             self.compute_s + self.recompute_s + self.bubble_s + self.tensor_s + self.context_s + self.pipeline_s
+            + self.offload_s
         )  # fmt: skip
 
 
@@ -128,10 +131,11 @@ def estimate_without_dp(
     block, head = compute_time.block, compute_time.head_s
     recomputed = _recompute_s(block, mode)
     recomputations = pipeline_schedules.count_recomputations(layout) if framework.is_built_in else 1
+    repeats = mode == "selective" or recompute_interval(mode) > 0  # for every Nth layer an upper bound
     # The selective modes of torchtitan and Megatron keep the results of collectives; ours does not.
-    tensor = _tensor_parallel_s(model, layout, config, network, mode in ("full", "selective", "selective_layer"))
+    tensor = _tensor_parallel_s(model, layout, config, network, repeats or mode == "selective_layer")
     tensor *= 1.0 - framework.tp_hidden
-    context = _context_parallel_s(model, layout, config, network, mode in ("full", "selective"))
+    context = _context_parallel_s(model, layout, config, network, repeats)
     blocks = model.layers / pp
     # CPU time for Python and launches, as if a stage had one more block: a lower bound.
     host = block.host_s * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
@@ -153,6 +157,7 @@ def estimate_without_dp(
         pipeline_s=slowdown * m * send_s,
         forward_s=slowdown * blocks * forward,
         backward_s=slowdown * blocks * (backward + recompute_s),
+        offload_s=slowdown * m * _activation_offload_s(model, layout, config, framework, blocks),
     )
 
 
@@ -175,7 +180,21 @@ def add_data_parallel(
         pipeline_s=without_dp.pipeline_s,
         data_s=data_s * machine.slowdown,
         optimizer_s=optimizer_s * machine.slowdown,
+        offload_s=without_dp.offload_s,
     )
+
+
+def _activation_offload_s(
+    model: DecoderShape, layout: Layout, config: PassConfig, framework: Framework, blocks: float
+) -> float:
+    """Return the seconds per micro-batch in which the activations of ``blocks`` blocks move to the host and back.
+
+    Nothing hides them: the copies are in the stream of the computation.
+    """
+    if not config.parallel.activation_offload or not framework.is_built_in:
+        return 0.0
+    tokens = config.micro_batch * config.seq_len / layout.cp
+    return 2 * tokens * blocks * block_bytes(model, config, layout, framework) / (PCIE_GB_S * 1e9)
 
 
 def _imbalance(model: DecoderShape, layout: Layout, block: float, head: float, framework: Framework) -> float:
@@ -228,10 +247,11 @@ def _context_parallel_s(
 
 
 def _recompute_s(block: compute.BlockTime, mode: str) -> float:
-    """Return the seconds of a block's forward pass that are recomputed."""
+    """Return the seconds of a block's forward pass that are recomputed, as the mean over the blocks."""
+    if interval := recompute_interval(mode):
+        return block.forward_s / interval
     return {
         "none": 0.0,
-        "full": block.forward_s,
         "selective": block.pointwise_s,
         "selective_op": block.pointwise_s + 0.25 * (block.forward_s - block.pointwise_s - block.attention_s),
         "selective_layer": block.forward_s / 2,

@@ -16,7 +16,7 @@ from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner, temporary_bytes
 from clustertrain.plan.cost.pass_memory import FP32, PassBytes, PassCache, count_passes
-from clustertrain.plan.layout import Layout
+from clustertrain.plan.layout import Layout, recomputed_share
 from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 
 
@@ -104,6 +104,7 @@ class _Step:
         model, layout, config, stage, framework, _ = rank
         self.model, self.layout, self.config, self.stage, self.framework, self.passes = rank
         self.is_recomputed = layout.activation_checkpointing != "none"
+        self.recomputed_share = recomputed_share(layout.activation_checkpointing, model.layers)
         self.matrices = block_matrices(model) // layout.tp  # elements of a block
         self.block = self.matrices + model.block_vector_elements()
         self.table = model.vocab_size * model.dim // layout.tp  # elements of an embedding or a head
@@ -214,9 +215,9 @@ class _PlainStep(_Step):
         self._before = buckets + self._all_grads * self.accumulates
         head_cast = compute * self.table * stage.head * config.autocast
         block_casts = compute * stage.blocks * self.matrices * config.autocast
-        self._kept_casts = (head_cast + (0.0 if self.is_recomputed else block_casts)) * stage.in_flight
+        self._kept_casts = (head_cast + (1 - self.recomputed_share) * block_casts) * stage.in_flight
         # Autocast keeps a stage's cast weights until its forward pass ends. The last stage's includes the loss.
-        self._stage_casts = block_casts / self.layout.virtual_stages if self.is_recomputed else 0.0
+        self._stage_casts = block_casts / self.layout.virtual_stages * self.recomputed_share
         # A gradient is cast before it is added.
         self._weight_grad = (compute * config.autocast + FP32) * self.model.dim * self.model.hidden / self.layout.tp
         # A tied head's gradient waits for the embedding's, to which it is added in a new tensor.

@@ -45,6 +45,8 @@ class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that are sharded one by one."""
     built_on: str = "meta"
     """Device; cpu if the constructor needs values."""
+    fills_meta: bool = False
+    """The module has ``init_parameter``, so that the ranks build it on the meta device, without memory."""
     memory_trace: MemoryTrace | None = None
     """None if no trace was requested or it failed."""
     trace_error: str = ""
@@ -130,3 +132,26 @@ def memory_warning(model: ModelStats, estimate: MemoryEstimate, limit_gib: float
             f"{limit_gib:.1f} GiB; {fix}"
         )
     return f"activations are unknown: {model.trace_error}" if model.trace_error else None
+
+
+_HOST_GIB = 32.0  # per node, below which nobody needs a warning
+
+
+def construction_warnings(model: ModelStats, layout: Layout, ranks_per_node: int, limit_gib: float) -> list[str]:
+    """Return warnings about the memory in which each rank builds the whole model before it is split."""
+    if model.fills_meta:
+        return []
+    fix = "give the module init_parameter(name, tensor, generator), and it is built without memory"
+    whole_gib = (model.parameter_bytes + model.buffer_bytes) / GIB
+    warnings = []
+    if ranks_per_node * whole_gib > _HOST_GIB:
+        warnings.append(
+            f"each rank builds the whole model in host memory, which takes {ranks_per_node} x {whole_gib:.1f} GiB per "
+            f"node at the start; {fix}"
+        )
+    if layout.tp > 1 and whole_gib > limit_gib:
+        warnings.append(
+            f"tp {layout.tp} splits the model on the GPU, where all {whole_gib:.1f} GiB must fit first; {fix}, or use "
+            "fsdp, which moves one layer at a time"
+        )
+    return warnings

@@ -138,6 +138,10 @@ def explain_model_stats(decision: PlanDecision) -> Explanation:
     description = user_model.describe_stats(request.model_stats, name, decision.layout, decision.batch.micro_batch)
     warning = user_model.memory_warning(request.model_stats, decision.memory, request.limit_gib, decision.layout)
     warnings = [warning] if warning else []
+    ranks_per_node = -(-decision.layout.world_size // request.spec.job.nodes)
+    warnings += user_model.construction_warnings(
+        request.model_stats, decision.layout, ranks_per_node, request.limit_gib
+    )
     if not request.model_stats.units:
         warnings += layerless_warnings(decision.layout, request.spec.recipe.parallel, name)
     return Explanation((description,), tuple(warnings))

@@ -77,6 +77,7 @@ def format_time_shares(candidate: Candidate) -> str:
         "sends between stages": step.pipeline_s,
         "data-parallel communication": step.data_s,
         "the optimizer": step.optimizer_s,
+        "moving activations to the host and back": step.offload_s,
     }
     by_time = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(

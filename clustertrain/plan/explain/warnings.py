@@ -28,10 +28,10 @@ def unused_option_warnings(layout: Layout, parallel: ParallelSpec) -> list[str]:
     """Return warnings about options that are set but belong to other layouts."""
     sharded, default = layout.is_fully_sharded, ParallelSpec()
     for_sharded = ["offload", "prefetch", "defer_reduction"]
-    for_replicas = ["bucket_mib", "find_unused_parameters", "static_graph", "compress_gradients"]
+    for_replicas = ["bucket_mib", "find_unused_parameters", "static_graph"]
     unused = for_replicas if sharded else for_sharded
     if layout.gradient_ranks == 1:
-        unused = for_sharded + for_replicas
+        unused = [*for_sharded, *for_replicas, "compress_gradients"]
     reasons = dict.fromkeys(unused, _unused_reason(layout))
     for degree, reason, names in (
         (layout.tp, "splits no layers (tp)", ("sequence_parallel", "loss_parallel", "async_tp")),

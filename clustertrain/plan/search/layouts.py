@@ -150,7 +150,9 @@ def penalized_step_s(candidate: Candidate) -> float:
 def complexity_key(layout: Layout) -> tuple[int, ...]:
     """Return the sort key among layouts of similar cost: simpler kinds, smaller degrees, less recomputation."""
     strategy_order = ("single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard")
-    checkpointing_index = CHECKPOINTING_MODES.index(layout.activation_checkpointing)
+    # A request for every Nth layer is a constraint, so that all candidates have it.
+    mode = layout.activation_checkpointing
+    checkpointing_index = CHECKPOINTING_MODES.index(mode) if mode in CHECKPOINTING_MODES else len(CHECKPOINTING_MODES)
     family_index = FAMILIES.index(classify_layout(layout))
     return (
         count_parallelisms(layout),

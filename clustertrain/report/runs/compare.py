@@ -16,7 +16,7 @@ from clustertrain.config.evaluation import HIGHER_IS_BETTER, SLICE_SEPARATOR, VA
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.plan.layout import pluralize
-from clustertrain.report.runs.settings import load_settings
+from clustertrain.report.runs.settings import PYTHON, load_settings
 from clustertrain.run import json_files, metric_curves
 from clustertrain.run.metric_curves import Axis, Curve
 from clustertrain.run.recipe_hash import load_recipe_hash
@@ -237,6 +237,9 @@ def _setting_diffs(runs: Sequence[RunDir]) -> tuple[list[SettingDiff], list[str]
     if unreadable:
         return [], unreadable
     names = dict.fromkeys(name for run_settings in settings for name in run_settings)
+    if not all(any(name.startswith(f"{PYTHON}.") for name in run_settings) for run_settings in settings):
+        # A run that has not started has recorded none, and every package would differ.
+        names = dict.fromkeys(name for name in names if not name.startswith(f"{PYTHON}."))
     rows = [SettingDiff(name, [run_settings.get(name) for run_settings in settings]) for name in names]
     return [row for row in rows if any(v != row.values[0] for v in row.values[1:])], []
 

@@ -10,7 +10,7 @@ from clustertrain import schema
 from clustertrain.config.checks.unused_keys import is_key_used
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.run import json_files
+from clustertrain.run import json_files, rank_python
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 
@@ -29,6 +29,8 @@ _IGNORED_PREFIXES = (
     "secret_env",
 )
 _SUPERSEDED_BY_PLAN = ("recipe.train.micro_batch", "recipe.train.global_batch", "recipe.train.precision")
+PYTHON = "python"  # prefix of the settings that the ranks record
+_PYTHON_KEYS = ("python", "container", "packages")
 _JOB_KEYS = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "job.cpus_per_gpu", "job.mem")
 
 
@@ -57,6 +59,8 @@ def load_settings(run: RunDir) -> dict[str, Any]:
         if name in _JOB_KEYS or not (name.startswith(_IGNORED_PREFIXES) or replaced):
             settings[name] = value
     settings["env"] = sorted({*requested.env, *requested.secret_env})
+    python = rank_python.load_newest(run)
+    settings.update(_flatten({PYTHON: {name: python[name] for name in _PYTHON_KEYS if name in python}}))
     return settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clustertrain.checkpoint.format import adapter_files, safetensors_files
+from clustertrain.checkpoint.format import adapter_files, model_tensors, safetensors_files
 from clustertrain.config.checks import adapter_checks
 from clustertrain.config.huggingface import tensor_names
 from clustertrain.config.recipe import Recipe
@@ -33,11 +33,14 @@ def check_adapter(prepared: PreparedRun) -> str | None:
         )
     if not spec.init:
         return None
+    is_from_run = bool(recipe.model.init) and model_tensors.is_checkpoint(Path(recipe.model.init))
     base_sha256 = None
-    if recipe.model.init and recipe.model.is_decoder:
+    if recipe.model.init and recipe.model.is_decoder and not is_from_run:
         base_sha256 = _hash_base(recipe)
     adapter_files.check_adapter(Path(spec.init), spec, list_shapes(recipe), base_sha256)
     later = "" if base_sha256 else "; whether its base is that of model.init is checked when the job starts"
+    if is_from_run:
+        later = "; its base is not compared with the checkpoint in model.init"
     return f"adapter: {spec.kind} of rank {spec.rank} from {spec.init}{later}"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from clustertrain.run import metrics_file
 from clustertrain.run.run_dir import RunDir
@@ -42,7 +43,9 @@ HOST_CURVES: dict[str, tuple[str, ...]] = {
     "infiniband_bytes_per_s": ("infiniband_rx_bytes", "infiniband_tx_bytes"),
     "disk_bytes_per_s": ("disk_read_bytes", "disk_write_bytes"),
 }
-TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", "grad_norm", "noise_scale")
+# Of an evaluation, which most rows lack: a point holds until the next one.
+_HELD_CURVES = ("validation_loss", "validation_accuracy")
+TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", *_HELD_CURVES, "grad_norm", "noise_scale", "lr")
 # Curves of the heat map if not every GPU has individual curves.
 HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
 
@@ -244,6 +247,12 @@ def _high(matrix: Matrix) -> Matrix:
     return _over_rows(matrix, np.nanmax)
 
 
+def _hold(column: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return ``column`` with each NaN replaced by the last value before it, if there is one."""
+    indices = np.maximum.accumulate(np.where(np.isfinite(column), np.arange(len(column)), -1))
+    return np.where(indices >= 0, column[indices], np.nan)
+
+
 def _training_curves(run: RunDir, summary: Summary, grid: Grid) -> CurveTable:
     """Return the curves of the metrics that rank 0 logged in all attempts, including repeated steps."""
     logs = []
@@ -253,7 +262,8 @@ def _training_curves(run: RunDir, summary: Summary, grid: Grid) -> CurveTable:
         except OSError:
             continue
         log = {name: np.asarray(column) for name, column in columns.items()}
-        logs.append({name: column[np.isfinite(log["t"])] for name, column in log.items()})
+        log = {name: column[np.isfinite(log["t"])] for name, column in log.items()}
+        logs.append({name: _hold(column) if name in _HELD_CURVES else column for name, column in log.items()})
     intervals = np.concatenate([np.diff(log["t"]) for log in logs] or [np.empty(0)])
     if len(intervals) and grid.points:
         # A step may be longer than a point of the GPU curves, and isolated points draw no line.

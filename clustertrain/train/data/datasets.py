@@ -145,8 +145,8 @@ def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> L
     """Return the input limits of ``model``.
 
     They come from the recipe for a built-in model, and from the attributes ``vocab_size``, ``classes`` and
-    ``max_seq_len`` (where present) for an entry. With ``has_model_loss`` the meaning of the targets is unknown, so they
-    have no limit.
+    ``max_seq_len`` (where present) for an entry, or from the ``config`` of a model of transformers. With
+    ``has_model_loss`` the meaning of the targets is unknown, so they have no limit.
     """
     spec = recipe.model
     targets_are_classes = recipe.objective_kind == "cross-entropy" and not has_model_loss
@@ -177,8 +177,13 @@ def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> L
     )
 
 
+_CONFIG_NAMES = {"max_seq_len": "max_position_embeddings"}
+
+
 def _int_attribute(model: nn.Module, name: str) -> int | None:
     value = getattr(model, name, None)
+    if value is None:  # a model of transformers
+        value = getattr(getattr(model, "config", None), _CONFIG_NAMES.get(name, name), None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

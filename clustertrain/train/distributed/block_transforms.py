@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from clustertrain.plan.layout import recompute_interval
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.compile import inductor
 from clustertrain.train.distributed.data_parallel import repeated_layers
@@ -48,17 +49,19 @@ def apply(model: nn.Module, context: RankContext) -> None:
     if context.parallel.compile:
         # Side effects of a layer's forward pass (cached rotary tables) need not be repeated in the recomputation.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for _, unit in repeated_layers(model):
+    interval = recompute_interval(ac_mode) or 1
+    for i, (_, unit) in enumerate(repeated_layers(model)):
+        is_recomputed = ac_mode != "none" and i % interval == 0
         if context.parallel.activation_offload:
             unit.forward = _offload_activations(unit)
-        if ac_mode != "none":
+        if is_recomputed:
             options: dict[str, Any] = {"use_reentrant": False}
             if ac_mode == "selective":
                 options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
             # Set on the instance, because a wrapper module would rename its parameters.
             unit.forward = _checkpoint_forward(unit.forward, options)
         if context.parallel.compile:
-            unit.compile(fullgraph=ac_mode == "none", backend=inductor)
+            unit.compile(fullgraph=not is_recomputed, backend=inductor)
 
 
 def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

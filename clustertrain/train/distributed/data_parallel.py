@@ -46,8 +46,11 @@ def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
         raise UnsuitableEnvironment(
             "parallel.offload: there is no GPU memory to relieve on device cpu", fix="remove it"
         )
-    # Sum gradients in fp32: a bf16 sum over many ranks loses small contributions.
-    policy = MixedPrecisionPolicy(param_dtype=parameter_dtype(context.precision), reduce_dtype=torch.float32)
+    # By default gradients are summed in fp32: a bf16 sum over many ranks loses small contributions.
+    policy = MixedPrecisionPolicy(
+        param_dtype=parameter_dtype(context.precision),
+        reduce_dtype=torch.bfloat16 if spec.compress_gradients else torch.float32,
+    )
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,

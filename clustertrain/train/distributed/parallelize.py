@@ -48,7 +48,8 @@ def parallelize(
     if on_meta:
         _check_meta(model, will_load=will_load)
     elif groups.mesh is not None and (layout.is_fully_sharded or layout.is_model_parallel):
-        _broadcast_from_rank0(model.to(context.device))
+        # Sharding and stages move one layer at a time, so that the whole model need not fit on a GPU.
+        _broadcast_from_rank0(model if layout.tp == 1 else model.to(context.device), context.device)
     full_model = model
     pipeline_mesh, tensor_mesh, data_mesh = groups.pp_mesh(), groups.tp_mesh(), groups.dp_mesh()
     # Check the whole model: a stage has only some of its modules.
@@ -101,9 +102,13 @@ def _check_meta(model: nn.Module, *, will_load: bool) -> None:
             )
 
 
-def _broadcast_from_rank0(model: nn.Module) -> None:
+def _broadcast_from_rank0(model: nn.Module, device: torch.device) -> None:
+    """Give all ranks rank 0's values; each tensor passes through ``device`` and stays where it is."""
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+        on_device = tensor.detach().to(device)
+        dist.broadcast(on_device, src=0)
+        if tensor.device != device:
+            tensor.detach().copy_(on_device)
 
 
 def _move_to_device(model_part: nn.Module, device: torch.device, offload: bool) -> None:

@@ -45,6 +45,10 @@ class EarlyStopping:
         self._slices = tuple(slices)
         self.init_fresh_state()
 
+    def best_steps(self) -> tuple[int, ...]:
+        """Return the step with the best value, if there is one."""
+        return () if self.best_step is None else (self.best_step,)
+
     def init_fresh_state(self) -> None:
         self.best: float | None = None
         """Best value of the deciding metric; None before the first."""

@@ -26,6 +26,7 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.evaluation.dataset_pass import EvalBatch
 from clustertrain.train.evaluation.eval_mode import evaluation_mode
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms, to_full_tensor
+from clustertrain.train.evaluation.predictions import PredictionRecorder
 
 MAX_SLICES = 100  # a metrics row has one value per slice and metric
 
@@ -104,10 +105,10 @@ class Evaluator:
         self._groups = groups
         self._should_stop = should_stop
         coordinates = context.layout.coordinates(context.rank)
-        self._counts_results = coordinates.tp == 0  # tp ranks compute the same results, which must count once
-        self._is_pipelined = groups.pp_mesh() is not None
+        self.counts_results = coordinates.tp == 0  # tp ranks compute the same results, which must count once
+        self.is_pipelined = groups.pp_mesh() is not None
         # Micro-batches between two checks for a stop. A pipeline fills and drains once per chunk.
-        self._chunk_size = 2 * context.layout.pp if self._is_pipelined else 1
+        self._chunk_size = 2 * context.layout.pp if self.is_pipelined else 1
 
     def __call__(
         self,
@@ -116,10 +117,11 @@ class Evaluator:
         metrics: Sequence[EvalMetric] = (),
         slices: DatasetSlices = NO_SLICES,
         ignore_index: int = -100,
+        recorder: PredictionRecorder | None = None,
     ) -> dict[str, float] | None:
         """Return the means by metric name, equal on all ranks; None if the ranks agreed to stop early.
 
-        Waits for the device once, at the end.
+        Waits for the device once, at the end, and for each batch that ``recorder`` records.
 
         Raises:
             ConfigError: a metric does not support the outputs, or all targets are masked.
@@ -131,7 +133,11 @@ class Evaluator:
                     return None
                 for batch, output, target in self._forward(chunk):
                     self._accumulate(sums, batch, output, target, loss_fn, metrics, slices, ignore_index)
-        if not self._counts_results:
+                    if recorder is not None:
+                        recorder.add(batch, output, target)
+        if recorder is not None:
+            recorder.reduce()
+        if not self.counts_results:
             sums.zero_()
         if dist.is_initialized():
             dist.all_reduce(sums)
@@ -143,7 +149,7 @@ class Evaluator:
             from clustertrain.train.distributed import context_parallel
 
             pairs = [context_parallel.shard_sequence(pair, self._groups.cp_mesh) for pair in pairs]
-        if not self._is_pipelined:
+        if not self.is_pipelined:
             for batch, (inputs, target) in zip(chunk, pairs, strict=True):
                 with precision.autocast(self._context):
                     output = call_model(self._model, inputs, None)

@@ -67,7 +67,7 @@ def to_full_tensor(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if is_dtensor(t) else t
 
 
-def _classes_last(output: object, target: object) -> torch.Tensor | None:
+def classes_last(output: object, target: object) -> torch.Tensor | None:
     """Return logits (..., classes) for targets (...), converting torch's order (batch, classes, ...); None if they do
     not match."""
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor) or target.is_floating_point():
@@ -113,7 +113,7 @@ def compute_target_rank(logits: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 def _build_top_k(k: int) -> Callable[[Any, Any, int], MetricTerms]:
     def terms(output: Any, target: Any, ignore_index: int) -> MetricTerms:
-        logits = _classes_last(output, target)
+        logits = classes_last(output, target)
         if logits is None:
             if k == 1 and isinstance(target, torch.Tensor) and target.is_floating_point():
                 return _binary_accuracy(output, target)
@@ -135,7 +135,7 @@ def _binary_accuracy(output: torch.Tensor, target: torch.Tensor) -> MetricTerms:
 
 def _cross_entropy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
     """Return the cross-entropy without label smoothing, whatever the training loss."""
-    logits = _classes_last(output, target)
+    logits = classes_last(output, target)
     if logits is None:
         raise IncompatibleOutputs
     total = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="sum", ignore_index=ignore_index)

@@ -18,7 +18,7 @@ from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.datasets import build_datasets, build_limits
 from clustertrain.train.data.loader import MapStyleDataset
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.models import losses, train_mode
+from clustertrain.train.models import losses, outputs, train_mode
 from clustertrain.train.models.convnet import ConvNet
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.two_tower import TwoTower
@@ -56,6 +56,8 @@ def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
     limits = build_limits(recipe, module, has_model_loss=model_loss is not None)
     data = build_datasets(recipe, limits)
     loss = losses.build_loss(recipe) if model_loss is None else model_loss
+    if spec.entry and model_loss is None:
+        outputs.prepare_entry(module)
     return TrainingTask(module, data.train, loss, data.validation, limits, train_mode.set_train_mode(module))
 
 

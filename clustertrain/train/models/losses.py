@@ -6,6 +6,7 @@ Classification losses use torch's fused functions on logits, which do not overfl
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,7 @@ def cross_entropy(
     Raises:
         ConfigError: the shapes differ, there is a single class, or targets are floating-point without ``soft_targets``.
     """
+    _check_tensor(logits)
     soft = targets.is_floating_point()
     if soft and not soft_targets:
         raise ConfigError(
@@ -158,9 +160,21 @@ def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
 
 def _to_fp32_pair(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both tensors in fp32; gather ``outputs`` if it is sharded."""
+    _check_tensor(outputs)
     outputs = outputs.full_tensor() if is_dtensor(outputs) else outputs
     _check_same_shape(name, outputs.shape, targets.shape)
     return outputs.float(), targets.float()
+
+
+def _check_tensor(output: object) -> None:
+    """Raise ConfigError if the model did not return one tensor."""
+    if isinstance(output, torch.Tensor):
+        return
+    content = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    raise ConfigError(
+        f"the model returned {type(output).__name__}{content}, but the loss compares one tensor with the targets",
+        fix="return a tensor, or an object with the tensor `logits`; or give the module a loss(output, target)",
+    )
 
 
 def _check_same_shape(name: str, outputs: torch.Size, targets: torch.Size) -> None:

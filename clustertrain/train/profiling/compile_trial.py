@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.core.ranks import Ranks
-from clustertrain.checkpoint.core.state_dict import model_parts
+from clustertrain.checkpoint.core.state_dict import is_dtensor, model_parts
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.compile import inductor
@@ -22,25 +23,28 @@ from clustertrain.train.distributed.data_parallel import repeated_layers
 log = logging.getLogger(__name__)
 
 TIMED_PASSES = 2  # the fastest counts
+# Largest relative difference of the losses of one batch by rounding alone; gradient norms may differ ten times as much.
+_TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 1e-2, "fp16": 5e-3, "fp8": 5e-2}
 
 
 def run_compile_trial(
     model: nn.Module,
-    run_passes: Callable[[], object],
+    run_passes: Callable[[], torch.Tensor],
     context: RankContext,
     ranks: Ranks,
     emit_event: Callable[..., None],
 ) -> None:
     """Time ``run_passes``, the forward and backward passes of one step, eagerly and compiled. Collective.
 
-    The layers stay compiled, or eager if the compiler failed on any rank. Gradients are discarded, and buffers and
-    random generators restored, so a resumed run computes the same as an uninterrupted one.
+    Loss and gradient norm of both are compared; a difference above the precision's tolerance is a warning. The layers
+    stay compiled, or eager if the compiler failed on any rank. Gradients are discarded, and buffers and random
+    generators restored, so a resumed run computes the same as an uninterrupted one.
     """
     device = context.device
     compiled_modules = [unit for part in model_parts(model) for _, unit in repeated_layers(part)]
     with _restore_afterwards(model, device):
         with _eager_modules(compiled_modules):
-            run_passes()
+            eager_result = _measure(model, run_passes, device)
             eager_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
         started = clock.monotonic()
         failure = None
@@ -58,14 +62,66 @@ def run_compile_trial(
             log.warning("torch.compile failed, the layers run uncompiled: %s", failure["reason"])
             run_passes()  # a tracing failure stops all ranks halfway through; the eager passes must work
             return
+        compiled_result = _measure(model, run_passes, device)
         compiled_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
-    emit_event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s)
+    differences = _gather_differences(ranks, eager_result, compiled_result) if not draws_dropout(model) else {}
+    emit_event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s, **differences)
+    _warn_of_differences(differences, context.precision, emit_event)
     log.warning(
         "torch.compile: forward and backward take %.1f ms instead of %.1f ms (x%.2f), after %.1f s of compilation",
         compiled_s * 1e3,
         eager_s * 1e3,
         eager_s / compiled_s,
         compile_s,
+    )
+
+
+def draws_dropout(model: nn.Module) -> bool:
+    """Return whether torch's dropout is active, whose random numbers a compiled layer draws differently."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in model.modules())
+
+
+def _measure(model: nn.Module, run_passes: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
+    """Return this rank's mean loss and the norm of its gradients, from the same random state on every call."""
+    rng_state = seeds.capture_rng_state(device)
+    model.zero_grad()
+    total, count = run_passes().sum(0).tolist()
+    seeds.restore_rng_state(rng_state, device)
+    squares = [_to_local(p.grad).double().square().sum() for p in model.parameters() if p.grad is not None]
+    norm = torch.stack(squares).sum().sqrt().item() if squares else 0.0
+    model.zero_grad()
+    return total / count if count else math.nan, norm
+
+
+def _to_local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if is_dtensor(gradient) else gradient
+
+
+def _gather_differences(ranks: Ranks, eager: tuple[float, float], compiled: tuple[float, float]) -> dict[str, float]:
+    """Return the largest relative differences of any rank; those of NaN are omitted. Collective."""
+    local = [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(eager, compiled, strict=True)]
+    gathered = [values for values in ranks.all_gather_optional({"values": local}) if values is not None]
+    largest = [max(values["values"][i] for values in gathered) for i in range(2)]
+    names = ("loss_difference", "grad_norm_difference")
+    return {name: value for name, value in zip(names, largest, strict=True) if math.isfinite(value)}
+
+
+def _warn_of_differences(differences: Mapping[str, float], precision: str, emit_event: Callable[..., None]) -> None:
+    tolerance = _TOLERANCES[precision]
+    limits = {"loss_difference": tolerance, "grad_norm_difference": 10 * tolerance}
+    above = {name: value for name, value in differences.items() if value > limits[name]}
+    if not above:
+        return
+    name, value = next(iter(above.items()))
+    quantity = "loss" if name == "loss_difference" else "gradient norm"
+    text = (
+        f"torch.compile: the {quantity} of the compiled layers differs by {value:.2g} (relative) from that of the "
+        f"uncompiled ones on the same batch, more than {limits[name]:g} in {precision}"
+    )
+    fix = "remove parallel.compile, or find the layer that differs; random numbers in a layer differ too"
+    log.warning("%s; %s", text, fix)
+    emit_event(
+        "training_warning", code="compile_differs", step=None, text=text, fix=fix, value=value, limit=limits[name]
     )
 
 

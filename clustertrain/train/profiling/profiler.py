@@ -49,7 +49,7 @@ class Profiler:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._trace = torch.profiler.profile(activities=activities)
+            self._trace = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
             step_timer.set_trace_labels(True)
             self._trace.start()
         self._traced_steps.append(step)

@@ -13,7 +13,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn, model_parts
-from clustertrain.checkpoint.format import adapter_files, safetensors_files
+from clustertrain.checkpoint.format import adapter_files, model_tensors, safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
 from clustertrain.config.adapter import AdapterSpec
 from clustertrain.errors import CheckpointError
@@ -103,7 +103,9 @@ def load(runtime: SessionRuntime, model: nn.Module, setup: AdapterSetup, weights
         ConfigError: the adapter to start from was trained on another base.
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
-    base_sha256 = hash_base(runtime, weights) if weights is not None else None
+    # A checkpoint's shards follow from its layout, so its bytes cannot be compared with those of files.
+    has_files = weights is not None and not model_tensors.is_checkpoint(weights.path)
+    base_sha256 = hash_base(runtime, weights) if weights is not None and has_files else None
     if runtime.checkpointer.adapter is not None and base_sha256 is not None:
         runtime.checkpointer.adapter["base_sha256"] = base_sha256
     adapted_linear.fill_magnitudes(model)

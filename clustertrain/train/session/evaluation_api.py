@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
 
 from clustertrain import clock
+from clustertrain.errors import ConfigError, UsageError
 from clustertrain.run import heartbeat
 from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.loader import MapStyleDataset
+from clustertrain.train.evaluation import predictions
 from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_pass
 from clustertrain.train.evaluation.evaluator import Evaluator, find_slices
 from clustertrain.train.evaluation.metrics import MetricFn, build_metrics
+from clustertrain.train.evaluation.predictions import PredictionRecorder
 from clustertrain.train.profiling import compile_trial
 from clustertrain.train.session.runtime import SessionRuntime
 
@@ -28,6 +31,9 @@ class MeasureOptions:
     metrics: Sequence[str] | Mapping[str, MetricFn] = ()
     slices: Sequence[str] = ()
     ignore_index: int = -100
+    save_predictions: int = 0
+    keep_steps: Callable[[], Collection[int]] = tuple
+    """Returns the steps whose predictions are kept, in addition to those of this evaluation."""
 
 
 @contextmanager
@@ -54,18 +60,48 @@ def evaluate(
     """Return the mean loss and metrics of ``model`` over ``data``, also kept as the current step's. Collective.
 
     Raises:
-        ConfigError: ``data`` is empty, a metric or slice is unknown, or the outputs do not fit a metric.
+        ConfigError: ``data`` is empty, a metric or slice is unknown, the outputs do not fit a metric, or the layout
+            splits the predictions to save.
     """
     metrics = build_metrics(options.metrics)
     slices = find_slices(data, options.slices, pass_config.group)
     batches = build_pass(data, pass_config, runtime.context, runtime.seed, runtime.agreement.any_rank)
     evaluator = Evaluator(model, runtime.context, runtime.groups, runtime.agreement.poll)
+    recorder = _build_recorder(runtime, evaluator, data, options)
     train_step = runtime.state.train_step
     is_compile_untried = train_step is not None and train_step.is_compile_untried
     with timed_evaluation(runtime), compile_trial.eager_layers(model) if is_compile_untried else nullcontext():
-        results = evaluator(batches, loss_fn, metrics, slices, options.ignore_index)
+        results = evaluator(batches, loss_fn, metrics, slices, options.ignore_index, recorder)
+        if recorder is not None and results and runtime.context.run is not None:
+            folder, context = runtime.context.run.predictions, runtime.context
+            if recorder.write(folder, context.rank, options.keep_steps(), runtime.state.step):
+                path = predictions.step_folder(folder, runtime.state.step)
+                runtime.events.emit("predictions_saved", step=runtime.state.step, path=str(path))
     runtime.state.eval_results = results or {}
     return dict(runtime.state.eval_results)
+
+
+def _build_recorder(
+    runtime: SessionRuntime, evaluator: Evaluator, data: object, options: MeasureOptions
+) -> PredictionRecorder | None:
+    if not options.save_predictions or runtime.context.run is None:
+        return None
+    if isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise UsageError(
+            "session.evaluate: save_predictions names samples by their index in a dataset, and batches have none",
+            fix="pass the dataset instead of a loader",
+        )
+    if runtime.context.layout.cp > 1:
+        raise ConfigError(
+            f"evaluation.save_predictions with cp {runtime.context.layout.cp}: each rank has a part of every sequence",
+            fix="set it to 0, or use cp = 1",
+        )
+    return PredictionRecorder(
+        options.save_predictions,
+        ignore_index=options.ignore_index,
+        counts=evaluator.counts_results,
+        confusion=not evaluator.is_pipelined,
+    )
 
 
 def default_micro_batch(runtime: SessionRuntime) -> int:

@@ -1,4 +1,4 @@
-"""Weights that a model starts from, read from safetensors files."""
+"""Weights that a model starts from, read from safetensors files or from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 from clustertrain import clock
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
-from clustertrain.checkpoint.format import safetensors_files
+from clustertrain.checkpoint.format import model_tensors, safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
+from clustertrain.config.huggingface import tensor_names
+from clustertrain.config.model import ModelSpec
 from clustertrain.train.distributed import adapted_linear
 from clustertrain.train.session.runtime import SessionRuntime
 
@@ -33,12 +35,29 @@ class PretrainedWeights:
         Raises:
             NotFound: a file is missing.
             ConfigError: a file is damaged, or its tensors are not those of the model.
+            CheckpointError: a checkpoint is not committed, or damaged.
         """
         tensors = {clean_fqn(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
         shapes = {file_name: tuple(tensors[name].shape) for name, file_name in self.names.items()}
+        integers = {self.names[name] for name, t in tensors.items() if name in self.names and not t.is_floating_point()}
         safetensors_files.check_tensors(
-            safetensors_files.read_weight_files(self.path), shapes, type(self.model).__name__
+            model_tensors.read_weights(self.path),
+            shapes,
+            type(self.model).__name__,
+            integers=integers,
+            ignored=tensors.keys() - self.names.keys(),  # tied
         )
+
+
+def find_rename(model: ModelSpec) -> Callable[[str], str] | None:
+    """Return what translates a built-in model's names of tensors to those in ``model.init``; None if they are equal.
+
+    Only the decoder has other names than the files of transformers. Checkpoints and files for other models have the
+    names of the module.
+    """
+    if not model.is_decoder or model_tensors.is_checkpoint(Path(model.init)):
+        return None
+    return {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(model).items()}.__getitem__
 
 
 def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | None) -> PretrainedWeights:

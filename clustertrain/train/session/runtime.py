@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from clustertrain import clock
+from clustertrain import clock, fsio
 from clustertrain.checkpoint.core.failures import DeadlineExceeded
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
+from clustertrain.run.rank_python import describe_python
 from clustertrain.train.core import result, seeds
 from clustertrain.train.core.context import RankContext, context_from_environment
 from clustertrain.train.core.result import RankResultWriter
@@ -181,6 +182,7 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
         sample_positions=SamplePositions(loaders),
         forced_attention=forced_attention,
     )
+    _record_python(context)
     events.emit(
         "session_started",
         t_begin=t_begin,
@@ -191,6 +193,14 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
         threads=threads,
     )
     return runtime
+
+
+def _record_python(context: RankContext) -> None:
+    if context.rank or context.attempt is None or context.run is None:
+        return
+    container = context.spec.job.container if context.spec is not None else ""
+    with suppress(OSError):  # a record for readers, without which the run continues
+        fsio.write_json(context.attempt.rank_python, describe_python(container))
 
 
 def _set_seed_and_precision(context: RankContext, requested_seed: int | None) -> int:

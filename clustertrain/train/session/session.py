@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from clustertrain.checkpoint.offline.start_weights import resolve_weights
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
@@ -143,22 +144,26 @@ class Session:
     def load_pretrained(
         self, model: nn.Module, path: str | Path, *, rename: Callable[[str], str] | None = None
     ) -> nn.Module:
-        """Have :meth:`parallelize` load the weights of ``model`` from safetensors, and return ``model``. Call it first.
+        """Have :meth:`parallelize` load the weights of ``model`` from a file or another run, and return ``model``.
 
-        The model may be on the meta device: each rank then reads only its own part of the weights. They are converted
-        to the model's dtypes. Nothing is read if the run resumes from a checkpoint. Collective.
+        Call it before :meth:`parallelize`. The model may be on the meta device: each rank then reads only its own part
+        of the weights. They are converted to the model's dtypes. Nothing is read if the run resumes from a checkpoint.
+        Collective.
 
         Args:
             path: a safetensors file, or a folder with one or with several and their index, as ``save_pretrained``
-                writes it.
+                writes it. Or a checkpoint of another run: RUN, ``"RUN@best"``, ``"RUN@STEP"``, or its folder.
             rename: returns the name in the file for the name of a tensor in ``model.state_dict()``; default: the same.
 
         Raises:
-            NotFound: a file is missing.
+            NotFound: a file, the run or its checkpoint is missing.
             ConfigError: a file is damaged, or its tensors are not those of the model; all differences are listed.
+            CheckpointError: a checkpoint is not committed, or damaged.
         """
-        self._pretrained = pretrained.name_weights(model, Path(path), rename)
-        if not get_runtime(self).checkpointer.has_committed():
+        is_resume = get_runtime(self).checkpointer.has_committed()
+        folder = Path(path) if is_resume else resolve_weights(str(path), Path.cwd())
+        self._pretrained = pretrained.name_weights(model, folder, rename)
+        if not is_resume:
             self._pretrained.check()
         return model
 
@@ -402,6 +407,8 @@ class Session:
         group: int = 1,
         ignore_index: int = -100,
         limits: Limits | None = None,
+        save_predictions: int = 0,
+        keep_predictions: Callable[[], Collection[int]] = tuple,
         model: nn.Module | None = None,
     ) -> dict[str, float]:
         """Return ``validation_loss`` and the metrics, means over ``data`` that are equal on all ranks. Collective.
@@ -422,10 +429,12 @@ class Session:
             group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
             ignore_index: target value that the metrics exclude.
             limits: limits of the model; a sample outside them raises an error that names it.
+            save_predictions: write the predictions of this many samples to the run's folder; 0: none.
+            keep_predictions: returns the steps of earlier evaluations whose predictions are not deleted.
             model: default: the result of :meth:`parallelize`.
 
         Raises:
-            UsageError: there is no model.
+            UsageError: there is no model, or ``save_predictions`` of batches.
             ConfigError: ``data`` is empty, a metric or slice is unknown, or the outputs do not fit a metric.
         """
         model = self._state.model if model is None else model
@@ -435,7 +444,7 @@ class Session:
         pass_config = DatasetPassConfig(
             micro_batch or evaluation_api.default_micro_batch(runtime), samples, workers, group, limits
         )
-        options = evaluation_api.MeasureOptions(metrics, slices, ignore_index)
+        options = evaluation_api.MeasureOptions(metrics, slices, ignore_index, save_predictions, keep_predictions)
         return evaluation_api.evaluate(runtime, model, data, loss_fn, pass_config, options)
 
     def evaluations(
@@ -470,7 +479,7 @@ class Session:
             metric, higher_is_better=higher_is_better, patience=patience, rising_limit=warn_when_rising, slices=slices
         )
         return EvaluationSchedule(
-            lambda: self.evaluate(data, loss_fn, slices=slices, **options),
+            lambda: self.evaluate(data, loss_fn, slices=slices, keep_predictions=early_stopping.best_steps, **options),
             every=every,
             early_stopping=early_stopping,
             on_value=on_value,

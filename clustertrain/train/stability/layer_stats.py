@@ -1,4 +1,5 @@
-"""Statistics per layer in selected steps: norms of gradients and weights, update ratios, activations, dead units.
+"""Statistics per layer in selected steps: norms of gradients and weights, update ratios, activations, and the shares of
+dead and saturated outputs.
 
 A unit is an element of an outermost module list (``layers.0``) or a top-level module outside of one (``embed``). In
 every layout, one collective sums the values of all ranks. In other steps, nothing is attached to the model.
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_SAMPLED_ELEMENTS = 1 << 16  # elements per parameter saved across an update; a copy of all weights might not fit
 _RELU_TYPES = (nn.ReLU, nn.ReLU6)
+_BOUNDS: dict[type[nn.Module], tuple[float, float]] = {nn.Sigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0)}
+SATURATED_MARGIN = 0.01  # of the range of a sigmoid or tanh: an output this close to a bound passes almost no gradient
 _GRADIENT, _WEIGHT, _UPDATE, _SAMPLED_WEIGHT, _ACTIVATION, _COUNT = range(6)
 
 
@@ -52,8 +55,10 @@ class LayerStats:
         self._counted_elsewhere = getattr(model, "counted_elsewhere", ())
         self._hooked_modules = [] if context.parallel.compile else [(n, m) for n, m in modules if n in self.units]
         self._relus = [] if context.parallel.compile else [(n, m) for n, m in modules if isinstance(m, _RELU_TYPES)]
+        self._bounded = [] if context.parallel.compile else [(n, m) for n, m in modules if type(m) in _BOUNDS]
         self._sums = torch.zeros(0)
         self._active_units: dict[str, torch.Tensor] = {}
+        self._saturations: dict[str, torch.Tensor] = {}  # (saturated outputs, outputs)
         self._weight_samples: list[torch.Tensor] = []
         self._elapsed_s = 0.0
         if context.parallel.compile and context.rank == 0:
@@ -64,11 +69,14 @@ class LayerStats:
         """Collect activations during the forward and backward pass inside the block."""
         self._elapsed_s = 0.0
         self._sums = torch.zeros(len(self.units), 6, dtype=torch.float64, device=self._context.device)
-        self._active_units = {}
+        self._active_units, self._saturations = {}, {}
         handles = [
             m.register_forward_hook(self._build_activation_hook(self.units.index(n))) for n, m in self._hooked_modules
         ]
         handles += [m.register_forward_hook(self._build_dead_unit_hook(n)) for n, m in self._relus]
+        handles += [
+            m.register_forward_hook(self._build_saturation_hook(n, *_BOUNDS[type(m)])) for n, m in self._bounded
+        ]
         try:
             yield
         finally:
@@ -93,6 +101,18 @@ class LayerStats:
                 feature_dim = 1 if tensor.dim() > 3 else tensor.dim() - 1
                 active = (tensor > 0).any(dim=[d for d in range(tensor.dim()) if d != feature_dim])
                 self._active_units[name] = self._active_units[name] | active if name in self._active_units else active
+
+        return hook
+
+    def _build_saturation_hook(self, name: str, low: float, high: float) -> Any:
+        margin = SATURATED_MARGIN * (high - low)
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = _first_tensor(output)
+            if tensor is not None:
+                saturated = ((tensor < low + margin) | (tensor > high - margin)).sum().double()
+                counts = torch.stack([saturated, torch.full_like(saturated, tensor.numel())])
+                self._saturations[name] = self._saturations[name] + counts if name in self._saturations else counts
 
         return hook
 
@@ -125,16 +145,19 @@ class LayerStats:
         for name, active in self._active_units.items():
             dead[relus.index(name), 0] += (~active).sum().to(device)
             dead[relus.index(name), 1] += active.numel()
-        packed = torch.cat([self._sums.flatten(), dead.flatten()])
+        saturated = torch.zeros(len(self._bounded_names), 2, dtype=torch.float64, device=device)
+        for name, counts in self._saturations.items():
+            saturated[self._bounded_names.index(name)] += counts.to(device)
+        packed = torch.cat([self._sums.flatten(), dead.flatten(), saturated.flatten()])
         if dist.is_initialized():
             dist.all_reduce(packed)
-        columns = self._build_columns(packed, relus)
+        columns = self._build_columns(packed, relus, self._bounded_names)
         self._elapsed_s += clock.monotonic() - started
         return columns
 
-    def _build_columns(self, packed: torch.Tensor, relus: list[str]) -> AsyncCopy:
+    def _build_columns(self, packed: torch.Tensor, relus: list[str], bounded: list[str]) -> AsyncCopy:
         unit_sums = packed[: 6 * len(self.units)].view(-1, 6)
-        relu_counts = packed[6 * len(self.units) :].view(-1, 2)
+        counts = packed[6 * len(self.units) :].view(-1, 2)  # of dead units by ReLU, then of saturated outputs
         table = {
             "grad_norm": unit_sums[:, _GRADIENT].sqrt(),
             "weight_norm": unit_sums[:, _WEIGHT].sqrt(),
@@ -143,8 +166,9 @@ class LayerStats:
         names = [f"{stat}/{unit}" for stat in table for unit in self.units]
         values = torch.cat([*table.values()])
         names += [f"activation/{n}" for n in self._activation_names] + [f"dead/{n}" for n in relus]
+        names += [f"saturated/{n}" for n in bounded]
         rows = unit_sums[self._activation_units]
-        values = torch.cat([values, rows[:, _ACTIVATION] / rows[:, _COUNT], relu_counts[:, 0] / relu_counts[:, 1]])
+        values = torch.cat([values, rows[:, _ACTIVATION] / rows[:, _COUNT], counts[:, 0] / counts[:, 1]])
         return AsyncCopy(names, values)
 
     def _local_params(self) -> Iterator[tuple[int, nn.Parameter, int]]:
@@ -167,6 +191,10 @@ class LayerStats:
     @functools.cached_property
     def _relu_names(self) -> list[str]:
         return self._gather_from_stages([n for n, _ in self._relus])
+
+    @functools.cached_property
+    def _bounded_names(self) -> list[str]:
+        return self._gather_from_stages([n for n, _ in self._bounded])
 
     def _gather_from_stages(self, local_names: Iterable[str]) -> list[str]:
         """Return the sorted names from all pipeline stages. Collective."""

@@ -30,6 +30,7 @@ MIN_RUN_S, MIN_SLOW_S, MIN_STEP_S = 180.0, 10.0, 0.02
 WARMUP_STEPS = 5  # steps that compile, choose kernels and fill caches
 MIN_UNIT_RATIO = 1e-6  # of a unit's gradient norm to the largest one
 MAX_DEAD_FRACTION = 0.5  # of a layer's units
+MAX_SATURATED_FRACTION = 0.5  # of the outputs of a sigmoid or tanh
 MAX_LISTED_MODULES = 5
 
 _RATE_COLUMNS = ("tokens_per_s", "samples_per_s")
@@ -215,17 +216,33 @@ class WarningReporter:
 
 
 def _find_dead_unit_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
-    dead = {k.partition("/")[2]: v for k, v in row.items() if k.startswith("dead/") and isinstance(v, float)}
-    name = max(dead, key=lambda n: dead[n], default=None)
-    if name is not None and dead[name] > MAX_DEAD_FRACTION:
+    name, share = _find_largest(row, "dead/")
+    if share > MAX_DEAD_FRACTION:
         yield TrainingWarning(
             "dead_units",
-            f"{dead[name]:.0%} of the units of {name} are zero for every sample of a rank in the step",
+            f"{share:.0%} of the units of {name} are zero for every sample of a rank in the step",
             "lower the learning rate, change the initialization, or use an activation without a zero region (GELU, "
             "leaky ReLU)",
-            dead[name],
+            share,
             MAX_DEAD_FRACTION,
         )
+    name, share = _find_largest(row, "saturated/")
+    if share > MAX_SATURATED_FRACTION:
+        yield TrainingWarning(
+            "saturated_units",
+            f"{share:.0%} of the outputs of {name} are at a bound of its range, where it passes almost no gradient",
+            "normalize the inputs of the layer, use smaller initial weights or a lower learning rate, or an activation "
+            "without bounds (GELU, SiLU)",
+            share,
+            MAX_SATURATED_FRACTION,
+        )
+
+
+def _find_largest(row: Mapping[str, Any], prefix: str) -> tuple[str, float]:
+    """Return the module with the largest value whose column starts with ``prefix``, and this value; 0 without any."""
+    shares = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix) and isinstance(v, float)}
+    name = max(shares, key=lambda n: shares[n], default="")
+    return name, shares.get(name, 0.0)
 
 
 def _find_vanishing_layer_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning]:

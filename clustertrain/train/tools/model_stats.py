@@ -98,6 +98,7 @@ def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
         largest=max(modules, key=lambda u: u.parameters),
         units=tuple(ModuleStats(name, _count_parameters(m)) for name, m in repeated_layers(model)),
         built_on="meta" if any(p.is_meta for p in parameters) else "cpu",
+        fills_meta=callable(getattr(model, "init_parameter", None)),
     )
 
 

@@ -58,3 +58,10 @@ def test_invalid_value_names_key(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
     assert message in str(e.value)
+
+
+@pytest.mark.parametrize("value", [0, 1, -2, True, 2.5, "2"])
+def test_bad_interval_of_recomputed_layers_is_refused(value: object) -> None:
+    assert table(activation_checkpointing=3).activation_checkpointing == 3
+    with pytest.raises(ConfigError, match="activation_checkpointing"):
+        table(activation_checkpointing=value)

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.numpy import load_file
 
 from clustertrain.config.job import ScriptSpec
 from clustertrain.run import metrics
@@ -22,6 +24,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking import registry, run_facts, tracker
 from clustertrain.tracking.row_follower import RowFollower
 from clustertrain.tracking.tracker import Tracker, TrackerState, TrackerUploader
+from tests.unit.checkpoint.saved import save
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
 
@@ -394,3 +397,41 @@ def test_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(Exception, match=r"clustertrain\[wandb\]"):
         build_tracker(run, "wandb")
+
+
+def run_with_checkpoint(folder: Path, name: str, **tracking: Any) -> RunDir:
+    run = make_tracked_run(folder, name, **tracking)
+    write(run, 1, 1, 3)
+    save(run.checkpoints, 3, {"model": torch.nn.Linear(2, 1)})
+    return run
+
+
+def test_mlflow_registers_the_model_once(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = run_with_checkpoint(tmp_path, "mlflow", log_model="last", project="words")
+    assert upload(run, "mlflow", ending=None) == []
+    client = MlflowClient(f"sqlite:///{run.tracking}/mlflow.db")
+    assert client.search_model_versions() == [], "the run is not complete"
+    for _ in range(2):
+        assert upload(run, "mlflow") == []
+    (version,) = client.search_model_versions("name='words'")
+    assert version.tags == {"clustertrain.run": run.id, "clustertrain.step": "3"}
+    folder = client.download_artifacts(version.run_id, "model", str(tmp_path))
+    assert load_file(Path(folder, "model.safetensors")).keys() == {"weight", "bias"}
+    assert not (run.tracking / "model-mlflow").exists()
+
+
+def test_wandb_logs_the_model_as_an_artifact(tmp_path: Path) -> None:
+    run = run_with_checkpoint(tmp_path, "wandb", log_model="last")
+    assert upload(run, "wandb") == []
+    artifacts = [r.request.log_artifact.artifact for r in reading_back.wandb_records(run) if r.HasField("request")]
+    (artifact,) = artifacts or [r.artifact for r in reading_back.wandb_records(run) if r.HasField("artifact")]
+    assert (artifact.type, artifact.name) == ("model", "lm") and "model.safetensors" in str(artifact.manifest)
+
+
+def test_missing_checkpoint_is_an_error_of_the_tracker_alone(tmp_path: Path) -> None:
+    run = make_tracked_run(tmp_path, "wandb", log_model="best")
+    write(run, 1, 1, 3)
+    (error,) = upload(run, "wandb")
+    assert "no checkpoint records a value" in error and len(READ["wandb"](run)) == 3

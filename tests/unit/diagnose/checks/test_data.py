@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from clustertrain.config.recipe import Recipe
-from clustertrain.diagnose.checks.data import SampleStats, add_sample, assess_labels, assess_values, format_sample
+from clustertrain.diagnose.checks.data import (
+    SampleStats,
+    add_sample,
+    assess_labels,
+    assess_scale,
+    assess_values,
+    format_sample,
+)
 from clustertrain.diagnose.subject import Subject
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
@@ -42,6 +50,15 @@ def test_duplicates_and_ambiguous_targets_are_reported() -> None:
     [(verdict, text, _)] = assess_values(collect_stats((x, 0), (x, 0)), [])
     assert verdict == "fail" and "same inputs" in text
     assert assess_values(collect_stats((x, 0), (x + 1, 0)), []) == []
+
+
+def test_inputs_that_are_not_normalized_are_reported() -> None:
+    pixels = torch.arange(0.0, 256.0).view(1, 16, 16)
+    [(verdict, text, _)] = assess_scale(collect_stats((pixels, 0), (pixels, 1)))
+    assert verdict == "warn" and text.startswith("the inputs have mean 128 and standard deviation 73.9")
+    assert [n[0] for n in assess_scale(collect_stats((pixels / 1e6, 0)))] == ["warn"]
+    for inputs in ((pixels - 127.5) / 73.9, pixels / 255, pixels.byte(), torch.ones(3), torch.tensor([1.0, math.nan])):
+        assert assess_scale(collect_stats((inputs, 0))) == []
 
 
 @pytest.mark.parametrize(

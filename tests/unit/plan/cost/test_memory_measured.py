@@ -77,7 +77,7 @@ def measure_bytes(layout: Layout, mode: str, *, documents: bool = False) -> dict
 
 
 @pytest.mark.parametrize("mode", ["fp32", pytest.param("cast", marks=pytest.mark.long)])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "full/2"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_activation_count_matches_torch(name: str, checkpointing: str, mode: str) -> None:
     plain = LAYOUTS[name]

@@ -112,13 +112,27 @@ def test_no_gpu_exceeds_its_data_sheet() -> None:
 
 
 def test_recomputation_cost() -> None:
-    none, selective, full = (
-        step(msgspec_replace(FSDP, activation_checkpointing=kind)) for kind in ("none", "selective", "full")
+    none, selective, full, half = (
+        step(msgspec_replace(FSDP, activation_checkpointing=kind)) for kind in ("none", "selective", "full", "full/2")
     )
+    assert half.recompute_s == pytest.approx(full.recompute_s / 2, rel=0.05)
     assert none.recompute_s == 0
     assert 0.25 < full.recompute_s / none.compute_s < 0.4
     assert 0 < selective.recompute_s < full.recompute_s / 2
     assert none.compute_s == full.compute_s
+
+
+def test_offloaded_activations_cross_the_bus_twice() -> None:
+    plain, offloaded = (
+        step(FSDP, grad_accum=2),
+        step(FSDP, grad_accum=2, parallel=ParallelSpec(activation_offload=True)),
+    )
+    activations_gb = (
+        estimate_memory(LLAMA_8B, FSDP, PassConfig(8192, 1, precision="bf16", device="cuda"), None).activations_gib or 0
+    ) * 1.0737
+    assert offloaded.step_s - plain.step_s == pytest.approx(offloaded.offload_s)
+    assert offloaded.offload_s == pytest.approx(2 * 2 * activations_gb / 25, rel=0.2)
+    assert plain.offload_s == 0
 
 
 def msgspec_replace(layout: Layout, **changes: Any) -> Layout:

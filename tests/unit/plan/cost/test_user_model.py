@@ -109,3 +109,13 @@ def test_too_large_states_warn() -> None:
     assert warning is not None and "2.8 GiB per rank, more than 2.0 GiB; --layout fsdp" in warning
     failed = msgspec.structs.replace(MODEL, trace_error="it failed")
     assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are unknown: it failed"
+
+
+def test_building_the_whole_model_warns() -> None:
+    large = msgspec.structs.replace(MODEL, parameter_bytes=20 * GIB)
+    sharded = Layout(strategy="fsdp", dp_shard=8)
+    (warning,) = user_model.construction_warnings(large, sharded, 8, 16.0)
+    assert "8 x 20.2 GiB per node" in warning and "init_parameter" in warning
+    assert "splits the model on the GPU" in user_model.construction_warnings(large, Layout(tp=8), 8, 16.0)[1]
+    assert user_model.construction_warnings(MODEL, sharded, 8, 16.0) == []
+    assert user_model.construction_warnings(msgspec.structs.replace(large, fills_meta=True), Layout(tp=8), 8, 1.0) == []

@@ -47,8 +47,9 @@ def make_plan(
     [
         (DDP, {"offload": True, "prefetch": 2, "static_graph": True}, ["offload", "prefetch"]),
         (FSDP, {"offload": True, "prefetch": 2}, []),
-        (FSDP, {"compress_gradients": True, "static_graph": True}, ["static_graph", "compress_gradients"]),
-        (Layout(strategy="ddp", dp_replicate=2, tp=2), {"compress_gradients": True}, ["compress_gradients"]),
+        (FSDP, {"compress_gradients": True, "static_graph": True}, ["static_graph"]),
+        (Layout(strategy="ddp", dp_replicate=2, tp=2), {"compress_gradients": True}, []),
+        (Layout(), {"compress_gradients": True}, ["compress_gradients"]),
         (Layout(), {"offload": True, "bucket_mib": 50}, ["offload", "bucket_mib"]),
         (Layout(), {}, []),
         (DDP, {"defer_reduction": True}, ["defer_reduction"]),

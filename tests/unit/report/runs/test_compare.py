@@ -53,6 +53,16 @@ def test_differing_settings_are_listed_without_secrets(tmp_path: Path) -> None:
     assert '"ONE"' not in json.dumps(msgspec.to_builtins(comparison)), "a variable's value may be a secret"
 
 
+def test_differing_packages_of_the_ranks_are_listed(tmp_path: Path) -> None:
+    a, b = (make_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
+    packages = {"torch": "2.13.0", "numpy": "2.0"}
+    new_attempt(a).rank_python.write_text(json.dumps({"python": "3.11.7", "packages": packages}))
+    assert not [s.key for s in compare.compare_runs([a, b]).settings if s.key.startswith("python")]
+    new_attempt(b).rank_python.write_text(json.dumps({"python": "3.11.7", "packages": {**packages, "torch": "2.12"}}))
+    (torch_row,) = [s for s in compare.compare_runs([a, b]).settings if s.key.startswith("python")]
+    assert (torch_row.key, torch_row.values) == ("python.packages.torch", ["2.13.0", "2.12"])
+
+
 @pytest.mark.parametrize(
     ("spec", "included", "excluded"),
     [

@@ -17,6 +17,7 @@ from clustertrain.submit.preflight import pretrained
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
+from tests.unit.checkpoint.saved import decoder, make_run, recipe_of
 
 pytestmark = [pytest.mark.usefixtures("fake_slurm"), pytest.mark.long]
 SPEC = ModelSpec(dim=32, layers=1, heads=2, kv_heads=1, head_dim=32, ffn_dim=48, qk_norm=True)
@@ -62,3 +63,17 @@ def test_single_file_needs_the_sizes_in_the_recipe(tmp_path: Path, weights: Path
     assert pretrained.check_pretrained(prepared)
     with pytest.raises(ConfigError, match=r"layers\.1\.input_layernorm\.weight is missing"):
         pretrained.check_pretrained(prepare_run(tmp_path, init="weights/model.safetensors", **{**sizes, "layers": 2}))
+
+
+def test_checkpoint_of_a_run_defines_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    sizes = {"layers": 1, "qk_norm": True, "dropout": 0.1}
+    run = make_run(tmp_path / "runs" / "first-abc123", decoder(recipe_of(**sizes)), (10, 20), **sizes)
+    prepared = prepare_run(tmp_path, init="first-abc123")
+    model, newest = prepared.spec.recipe.model, run / "checkpoints" / "step-00000020"
+    assert (model.init, model.layers, model.qk_norm, model.dropout) == (str(newest), 1, True, 0.0)
+    assert pretrained.check_pretrained(prepared) == f"weights: 14 tensors from {newest}, float32"
+    with pytest.raises(ConfigError, match="layers = 2 in the recipe, but 1 in the checkpoint"):
+        prepare_run(tmp_path, init="first-abc123", layers=2)
+    with pytest.raises(NotFound, match=r"model.init = nowhere: .* no such run"):
+        prepare_run(tmp_path, init="nowhere")

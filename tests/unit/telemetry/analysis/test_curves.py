@@ -175,6 +175,7 @@ def test_curves_cover_only_the_summary(run: RunDir) -> None:
 def test_training_curves(run: RunDir) -> None:
     record(run, "a", ["U0"], 100)
     rows = [{"step": i, "t": T0 + 10 * i, "step_s": 10.0, "loss": 3.0 - i / 10, "lr": 1e-4} for i in range(10)]
+    rows[3]["validation_loss"] = 2.0
     rows += [{"step": 10, "t": T0 + 99, "step_s": "broken", "loss": None}, {"step": 11, "t": None, "loss": 1.0}]
     run.metrics.mkdir()
     run.metrics_path(1).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 12, "t": 17900')
@@ -182,7 +183,10 @@ def test_training_curves(run: RunDir) -> None:
     assert finite_values(curves.values["step_s"]) == pytest.approx(10.0)
     loss = curves.values["loss"][0]
     assert np.isfinite(loss[:-1]).all(), "steps longer than a point leave no gaps"
-    assert loss[0] > loss[-2] and "lr" not in curves.values
+    assert loss[0] > loss[-2] and finite_values(curves.values["lr"]) == pytest.approx(1e-4)
+    validation = curves.values["validation_loss"][0]
+    assert np.isnan(validation[0]) and finite_values(validation) == pytest.approx(2.0) and np.isfinite(validation[-2])
+    assert "validation_accuracy" not in curves.values
 
 
 def many_gpus(nodes: int, each: int) -> list[GpuSummary]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import pipeline, precision
-from tests.unit.train.single_process import ALONE, build_on_cpu
+from clustertrain.train.distributed.mesh import ProcessGroups
+from clustertrain.train.distributed.parallelize import parallelize
+from tests.unit.train.single_process import ALONE, build_on_cpu, single_process_group
 
 
 class Shifted(nn.Module):
@@ -58,3 +63,19 @@ def test_selective_checkpointing_with_split_backward_raises(schedule: str) -> No
     mesh: Any = None  # never used, because the check fails first
     with pytest.raises(ConfigError, match=f"selective activation checkpointing with schedule {schedule}"):
         pipeline.split(nn.Linear(2, 2), replace(ALONE, layout=layout), mesh)
+
+
+def test_sharding_never_has_the_whole_module_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr(nn.Module, "to", mock.Mock(side_effect=AssertionError("moved as a whole")))
+    with single_process_group():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+        context = replace(ALONE, layout=Layout(strategy="fsdp", dp_shard=1))
+        parallelized = parallelize(model, context, ProcessGroups(mesh, None, None, None), 3)
+        values = {
+            name: value.full_tensor() if is_dtensor(value) else value
+            for name, value in parallelized.state_dict().items()
+        }
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in values.items())

@@ -278,6 +278,20 @@ def nothing():
     return "nothing"
 
 seven = 7
+
+class Output(dict):
+    # as transformers returns it: a mapping with attributes
+    __getattr__ = dict.get
+
+class Config:
+    use_cache, vocab_size, max_position_embeddings = True, 256, 64
+
+class Wrapped(Bigram):
+    def __init__(self, name="logits"):
+        super().__init__()
+        self.config, self.name = Config(), name
+    def forward(self, tokens):
+        return Output({self.name: super().forward(tokens), "past_key_values": None})
 """
 
 
@@ -308,6 +322,18 @@ def test_entry_with_init_parameter_and_loss() -> None:
     assert task.model.table.weight.is_meta and task.loss == task.model.loss
     assert isinstance(task.dataset, Shapes)
     assert build_on_cpu(task.model).table.weight.unique().tolist() == [1.0]
+
+
+@pytest.mark.usefixtures("mine")
+def test_output_of_transformers_stands_for_its_logits() -> None:
+    task = make_task({"entry": "mine.net:Wrapped"})
+    batch = sample_batch(task.dataset, 0)
+    assert task.model(batch[0]).shape == (*batch[0].shape, 256) and compute_loss(task, task.model, batch).isfinite()
+    assert not task.model.config.use_cache
+    assert task.limits is not None and (task.limits.vocab_size, task.limits.max_seq_len) == (256, 64)
+    hidden = make_task({"entry": "mine.net:Wrapped", "args": {"name": "last_hidden_state"}})
+    with pytest.raises(ConfigError, match="returned Output with last_hidden_state, past_key_values, but the loss"):
+        compute_loss(hidden, hidden.model, batch)
 
 
 @pytest.mark.usefixtures("mine")

@@ -58,7 +58,10 @@ def test_profiled_window_writes_trace_table_and_parts(
     times = [row["self_cpu_s"] for row in profile["top"]]
     assert times == sorted(times, reverse=True)
     with gzip.open(tmp_path / "profiles" / "attempt-1-steps-2-4.trace.json.gz") as file:
-        names = [e.get("name") for e in json.load(file)["traceEvents"]]
+        events = json.load(file)["traceEvents"]
+    names = [e.get("name") for e in events]
+    (first, *_) = [e["args"] for e in events if e.get("name") == "aten::addmm"]
+    assert [64, 64] in first["Input Dims"] and "[memory]" in names
     assert names.count("forward") >= 2 and names.count("optimizer") >= 2
     assert "aten::addmm" in names
     table = (tmp_path / "profiles" / "attempt-1-steps-2-4.txt").read_text()

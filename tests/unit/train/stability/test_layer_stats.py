@@ -97,6 +97,22 @@ def test_statistics_match_their_definitions(session: ct.Session) -> None:
     assert columns["activation/head"] == pytest.approx(outputs.abs().mean().item(), rel=1e-5)
 
 
+def test_share_of_saturated_outputs(session: ct.Session) -> None:
+    model: Any = session.parallelize(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2), nn.Sigmoid()))
+    with torch.no_grad():
+        for layer, bias in ((model[0], [0.0, 100.0, -100.0, 0.5]), (model[2], [-100.0, 0.0])):
+            layer.weight.zero_()
+            layer.bias.copy_(torch.tensor(bias))
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    collector = LayerStats(model, get_runtime(session).context)
+    batch = [(torch.randn(n, 1), torch.zeros(n, 2)) for n in (3, 2)]
+    result = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
+    assert result.layers is not None
+    columns = result.layers.to_dict()
+    assert (columns["saturated/1"], columns["saturated/3"]) == (0.5, 0.5)
+    assert not [name for name in columns if name.startswith("dead/")]
+
+
 def test_hooks_are_removed(session: ct.Session) -> None:
     model = session.parallelize(Net())
     session.optimizer(torch.optim.SGD, lr=0.1)

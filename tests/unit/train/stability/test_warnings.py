@@ -59,8 +59,9 @@ def test_healthy_run_has_no_warnings(recorder: WarningRecorder) -> None:
         ({"spike": 1, "loss": 90.0, "skipped": 1}, "loss_spike"),
         ({"grad_norm": 10.1}, "grad_norm_high"),
         ({"dead/layers.0.relu": 0.51, "dead/layers.1.relu": 0.9}, "dead_units"),
+        ({"saturated/layers.0.tanh": 0.51, "dead/layers.1.relu": 0.4}, "saturated_units"),
     ],
-    ids=["NaN", "Inf norm", "spike", "skipped spike", "high norm", "dead units"],
+    ids=["NaN", "Inf norm", "spike", "skipped spike", "high norm", "dead units", "saturated units"],
 )
 def test_warnings_from_a_single_row(recorder: WarningRecorder, row: dict[str, Any], code: str) -> None:
     assert recorder.observe(**row) == [code]

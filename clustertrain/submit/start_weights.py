@@ -1,0 +1,40 @@
+"""The weights that a recipe starts from: what ``model.init`` names, and the keys of ``[model]`` that it defines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertrain.checkpoint.format import model_tensors
+from clustertrain.checkpoint.offline import start_weights
+from clustertrain.config.huggingface import families
+from clustertrain.errors import AmbiguousName, NotFound
+
+_OTHER_KINDS = ("convnet", "two-tower")
+
+
+def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
+    """Return a recipe's document with the path of ``model.init`` made absolute, and the model's sizes in ``[model]``.
+
+    The sizes come from the recipe of the checkpoint, or from ``config.json`` beside the weights of a decoder.
+
+    Raises:
+        NotFound: the weights or their ``config.json`` are not on this machine.
+        AmbiguousName: several runs have this name.
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: the model is not supported, or the preset or a key of the document contradicts it.
+    """
+    model = document.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("init"), str) or not model["init"]:
+        return dict(document)
+    try:
+        path = start_weights.resolve_weights(model["init"], cwd)
+    except (NotFound, AmbiguousName) as e:
+        raise type(e)(f"model.init = {e.message}", fix=e.fix) from e
+    resolved = {**document, "model": {**model, "init": str(path)}}
+    if model_tensors.is_checkpoint(path):
+        return families.apply_model_table(resolved, start_weights.read_model_table(path), path)
+    if model.get("entry") or model.get("kind") in _OTHER_KINDS:
+        return resolved
+    return families.apply_init(resolved, cwd)
