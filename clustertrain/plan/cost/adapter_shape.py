@@ -1,0 +1,115 @@
+"""Sizes of adapters and of the frozen base under them, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from clustertrain.config.low_bit import BasePrecision, packed_shape
+from clustertrain.plan.cost.model_shape import DecoderShape, iter_shapes
+
+FP32 = 4
+_SPLIT_BY_INPUTS = ("attention.out", "ffn.down")  # by tensor parallelism; the others are split by outputs
+ROW_CHUNK = 1 << 24  # elements of a matrix that are unpacked at the same time
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Adapters of a decoder."""
+
+    rank: int
+    shares: tuple[tuple[str, float], ...]
+    """By linear layer of a block (``attention.q``): the fraction of the blocks in which it has an adapter."""
+    head: bool = False
+    """Whether the output layer has one too."""
+    has_magnitude: bool = False
+    """DoRA: a trained magnitude for each output."""
+    has_dropout: bool = False
+    base_precision: BasePrecision = ""
+
+    @cached_property
+    def share_of(self) -> Mapping[str, float]:
+        return dict(self.shares)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the base is in 8 or 4 bits."""
+        return self.base_precision in ("int8", "nf4")
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of a stored element of the embedding and the output layer."""
+        return 2 if self.base_precision else FP32
+
+    def adapter_shapes(self, rows: int, columns: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the trained tensors of an adapter of a (rows, columns) matrix."""
+        shapes: list[tuple[int, ...]] = [(self.rank, columns), (rows, self.rank)]
+        return [*shapes, (rows,)] if self.has_magnitude else shapes
+
+    def block_adapters(self, model: DecoderShape, tp: int = 1) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Yield (share of the blocks, shape on a rank) of the trained tensors of a block."""
+        for name, (rows, columns) in block_matrices(model).items():
+            if share := self.share_of.get(name, 0.0):
+                for shape in self.adapter_shapes(*_split(name, rows, columns, tp)):
+                    yield share, shape
+
+    def head_adapters(self, model: DecoderShape, tp: int = 1) -> list[tuple[int, ...]]:
+        """Return the shapes of the trained tensors of the output layer on a rank."""
+        return self.adapter_shapes(model.vocab_size // tp, model.dim) if self.head else []
+
+    def block_elements(self, model: DecoderShape, tp: int = 1, shards: int = 1) -> float:
+        """Return the trained elements of a block on one of the ``shards`` ranks that share them.
+
+        Rows are shared out, and the first rank has the most of them.
+        """
+        return sum(share * padded_elements(shape, shards) for share, shape in self.block_adapters(model, tp))
+
+    def head_elements(self, model: DecoderShape, tp: int = 1, shards: int = 1) -> float:
+        return sum(padded_elements(shape, shards) for shape in self.head_adapters(model, tp))
+
+    def matrix_bytes(self, model: DecoderShape, tp: int = 1, shards: int = 1, *, plain_bytes: int = FP32) -> float:
+        """Return the bytes of the frozen matrices of a block on a rank.
+
+        Args:
+            plain_bytes: per element of a base without an own precision: 4 as stored, fewer as gathered.
+        """
+        total = 0
+        for name, (rows, columns) in block_matrices(model).items():
+            shape = _split(name, rows, columns, tp)
+            if self.is_packed:
+                packed = packed_shape(self.base_precision, *shape)  # type: ignore[arg-type]
+                total += padded_elements(packed, shards)
+            else:
+                total += padded_elements(shape, shards) * (2 if self.base_precision else plain_bytes)
+        return float(total)
+
+    def unpack_bytes(self, model: DecoderShape, tp: int, compute_bytes: int) -> float:
+        """Return the bytes of the largest matrix of a block while it is unpacked or cast for a product."""
+        if not self.base_precision or (self.base_precision == "bf16" and compute_bytes == 2):
+            return 0.0
+        elements = max(model.dim * model.hidden, model.dim * model.attention_dim) / tp
+        # fp32 values of some rows, and 4-bit codes also as 32-bit indices of two values each.
+        per_element = {"bf16": 0, "int8": FP32, "nf4": FP32 + 2}[self.base_precision]
+        return compute_bytes * elements + per_element * min(elements, ROW_CHUNK)
+
+
+def block_matrices(model: DecoderShape) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the matrices of a block by name."""
+    return {
+        module.removeprefix("layers.0."): (shape[0], shape[1])
+        for module, shape in iter_shapes(model, layers=1)
+        if module.startswith("layers.") and len(shape) == 2
+    }
+
+
+def padded_elements(shape: tuple[int, ...], shards: int) -> int:
+    """Return the elements of the largest of ``shards`` parts of a tensor, which is split by rows."""
+    elements = -(-shape[0] // shards)
+    for size in shape[1:]:
+        elements *= size
+    return elements
+
+
+def _split(name: str, rows: int, columns: int, tp: int) -> tuple[int, int]:
+    return (rows, columns // tp) if name in _SPLIT_BY_INPUTS else (rows // tp, columns)
