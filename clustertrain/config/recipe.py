@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from clustertrain import settings
+from clustertrain.config.adapter import AdapterSpec
 from clustertrain.config.checkpoint import AUTO, CheckpointSpec
 from clustertrain.config.checks import cross_checks
 from clustertrain.config.contract import ContractSpec
@@ -51,6 +52,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Training and validation data."""
     objective: ObjectiveSpec = ObjectiveSpec()
     """Loss function."""
+    adapter: AdapterSpec = AdapterSpec()
+    """Adapters beside a frozen model."""
     optim: OptimSpec = OptimSpec()
     """Optimizer, trained parameters, gradient clipping."""
     schedule: ScheduleSpec = ScheduleSpec()

@@ -51,6 +51,17 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     if recipe.model.init:
         names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}
         session.load_pretrained(training_task.model, recipe.model.init, rename=names.__getitem__)
+    if recipe.adapter.is_enabled:
+        spec = recipe.adapter
+        session.add_adapters(
+            training_task.model,
+            spec.target_modules,
+            kind="dora" if spec.kind == "dora" else "lora",
+            rank=spec.rank,
+            alpha=spec.alpha,
+            rank_stabilized=spec.rank_stabilized,
+            dropout=spec.dropout,
+        )
     model = session.parallelize(
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
     )

@@ -7,6 +7,7 @@ TRAINER_KEYS = (
     "model",
     "data",
     "objective",
+    "adapter",
     "optim",
     "schedule",
     "evaluation",

@@ -62,6 +62,8 @@ BOUNDS: Mapping[str, Bound] = {
     "data.workers": Bound(1024, "each worker is a process on the node"),
     "data.prefetch": Bound(10_000, "each worker keeps that many micro-batches in memory"),
     "data.augment.crop": Bound(2**14, "images have at most 16,384 x 16,384 pixels"),
+    "adapter.rank": Bound(2**16, "the published ones lie between 1 and 1,024"),
+    "adapter.alpha": Bound(1e6, "the published ones lie between 1 and 4,096"),
     "optim.lr": Bound(1000.0, "every optimizer diverges there: published rates lie between 1e-6 and 40"),
     "optim.lr_reference_batch": _BATCH,
     "optim.lr_scale": Bound(1e6, "it multiplies optim.lr"),

@@ -6,6 +6,8 @@ of the previous ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +16,7 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, to_local_shard
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed import block_transforms, data_parallel, dropout, tied_weights
+from clustertrain.train.distributed import adapted_linear, block_transforms, data_parallel, dropout, tied_weights
 from clustertrain.train.distributed.mesh import ProcessGroups
 
 
@@ -27,7 +29,8 @@ def parallelize(
     from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
 
     Args:
-        will_load: the caller loads all parameters afterwards, so parameters on the meta device are not filled.
+        will_load: the caller loads all parameters afterwards, so parameters on the meta device are not filled, except
+            those of adapters.
 
     Raises:
         ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
@@ -67,8 +70,8 @@ def parallelize(
         _move_to_device(
             model_part, context.device, layout.offload and layout.is_fully_sharded and data_mesh is not None
         )
-        if on_meta and not will_load:
-            _init_parameters(model_part, full_model, seed, context.device)
+        if on_meta:
+            _init_parameters(model_part, full_model, seed, context.device, only_adapters=will_load)
     if pipeline_mesh is not None:
         return pipeline.Pipeline(model_parts, full_model, context, pipeline_mesh)
     if groups.mesh is not None and layout.strategy in ("ddp", "zero1") and not layout.is_model_parallel:
@@ -110,14 +113,20 @@ def _move_to_device(model_part: nn.Module, device: torch.device, offload: bool) 
         model_part._apply(move)  # type: ignore[no-untyped-call]
 
 
-def _init_parameters(model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device) -> None:
+def _init_parameters(
+    model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device, *, only_adapters: bool
+) -> None:
     """Initialize the parameters, drawing on ``device`` wherever they are stored: another device draws other values."""
+    adapters = adapted_linear.adapter_parameter_names(model_part)
     with torch.no_grad():
         for name, p in model_part.named_parameters():
             name = clean_fqn(name)  # noqa: PLW2901 - values must not depend on wrappers
+            if only_adapters and name not in adapters:
+                continue
+            init: Any = adapted_linear.init_parameter if name in adapters else full_model.init_parameter
             full = torch.empty(p.shape, dtype=p.dtype, device=device)
             generator = torch.Generator(device).manual_seed(seeds.derive_seed(seed, "init", name))
-            full_model.init_parameter(name, full, generator)  # type: ignore[operator]
+            init(name, full, generator)
             local_block = to_local_shard(name, "model", p)
             local_block.local_tensor.copy_(
                 full[

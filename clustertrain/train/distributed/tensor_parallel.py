@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -181,14 +181,14 @@ def _style_builders(context: RankContext) -> dict[str, Callable[[nn.Module], lis
 
     def head(module: nn.Module) -> list[ParallelStyle]:
         if isinstance(module, nn.Linear):
-            return [ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not split)]
+            return [_Colwise(input_layouts=stream, output_layouts=logits, use_local_output=not split)]
         output_style = PrepareModuleOutput(
             output_layouts=Shard(-1), desired_output_layouts=logits, use_local_output=not split
         )
         return [_GatherInput(stream), output_style]
 
     return {
-        "colwise": lambda _: [ColwiseParallel(input_layouts=stream)],
+        "colwise": lambda _: [_Colwise(input_layouts=stream)],
         "rowwise": lambda _: [_Rowwise(output_layouts=stream)],
         "embedding": lambda _: [_Rowwise(input_layouts=Replicate(), output_layouts=stream)],
         "gather": lambda _: [_GatherInput(stream)],
@@ -199,7 +199,18 @@ def _style_builders(context: RankContext) -> dict[str, Callable[[nn.Module], lis
     }
 
 
+class _Colwise(ColwiseParallel):
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        # torch's own splits all parameters by rows, also A of an adapter.
+        _split_parameters(module, device_mesh, {"lora_A": Replicate()}, default=Shard(0))
+
+
 class _Rowwise(RowwiseParallel):
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        # torch's own knows only weight and bias.
+        by_columns = {"weight": Shard(1), "lora_A": Shard(1)}
+        _split_parameters(module, device_mesh, by_columns, default=Replicate())
+
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
@@ -207,6 +218,15 @@ class _Rowwise(RowwiseParallel):
         if output_layouts == (Shard(1),):
             divisibility.check("the sequence length (of one rank's part)", outputs.shape[1], "tp", device_mesh.size())
         return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
+
+
+def _split_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], default: Placement
+) -> None:
+    """Replace each parameter of ``module`` itself by a DTensor; all ranks have the same values or none yet."""
+    for name, p in module.named_parameters(recurse=False):
+        split = distribute_tensor(p, mesh, [placements.get(name, default)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, requires_grad=p.requires_grad))
 
 
 class _GatherInput(ParallelStyle):

@@ -13,6 +13,7 @@ from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.checkpoint.format import safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
+from clustertrain.train.distributed import adapted_linear
 from clustertrain.train.session.runtime import SessionRuntime
 
 
@@ -45,8 +46,9 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     tensors = {clean_fqn(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[str, str] = {}
     seen: set[int] = set()
+    adapters = adapted_linear.adapter_parameter_names(model)
     for name, tensor in tensors.items():
-        if id(tensor) in seen:  # tied to a tensor that has another name
+        if id(tensor) in seen or name in adapters:  # tied to a tensor that has another name, or not of the base
             continue
         seen.add(id(tensor))
         names[name] = rename(name) if rename is not None else name
@@ -64,7 +66,9 @@ def load_unless_resuming(runtime: SessionRuntime, model: nn.Module, weights: Pre
         started = clock.now()
         attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
         ranks = Ranks(runtime.groups.checkpoint)
-        load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}")
+        adapters = adapted_linear.adapter_parameter_names(model)
+        load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}", untouched=adapters)
+        adapted_linear.fill_magnitudes(model)
         runtime.events.emit(
             "pretrained_loaded",
             path=str(weights.path),

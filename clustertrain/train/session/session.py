@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
 from clustertrain.train.evaluation.metrics import MetricFn
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.models import adapters
 from clustertrain.train.optim import build, param_groups, registry
 from clustertrain.train.optim.lr_schedule import unscaled_lr
 from clustertrain.train.session import evaluation_api, pretrained
@@ -157,6 +158,43 @@ class Session:
         self._pretrained = pretrained.name_weights(model, Path(path), rename)
         if not get_runtime(self).checkpointer.has_committed():
             self._pretrained.check()
+        return model
+
+    def add_adapters(
+        self,
+        model: nn.Module,
+        target_modules: Sequence[str],
+        *,
+        kind: Literal["lora", "dora"] = "lora",
+        rank: int = 16,
+        alpha: float = 32.0,
+        rank_stabilized: bool = False,
+        dropout: float = 0.0,
+    ) -> nn.Module:
+        """Freeze ``model``, give Linear layers low-rank adapters, and return ``model``. Call it before
+        :meth:`parallelize`.
+
+        The layers keep their parameters and names; each gets the parameters ``lora_A`` (rank, in_features) and ``lora_B``
+        (out_features, rank), and with ``"dora"`` also ``lora_magnitude_vector`` (out_features,).
+
+        Args:
+            target_modules: patterns of module names: each Linear layer that matches, or is inside a module that matches,
+                gets an adapter.
+            kind, rank, alpha, rank_stabilized, dropout: as in the recipe's ``[adapter]``.
+
+        Raises:
+            ConfigError: a value is out of range; a pattern matches no Linear layer, or a fused one; the rank exceeds a
+                side of a matrix; the model has adapters already.
+        """
+        spec = adapters.build_spec(
+            kind=kind,
+            rank=rank,
+            alpha=alpha,
+            rank_stabilized=rank_stabilized,
+            dropout=dropout,
+            target_modules=target_modules,
+        )
+        adapters.add_adapters(model, spec, get_runtime(self).seed)
         return model
 
     def parallelize(
