@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-BasePrecision = Literal["", "bf16", "int8", "nf4"]
+BasePrecision = Literal["unchanged", "bf16", "int8", "nf4"]
 LowBit = Literal["int8", "nf4"]
 
 BLOCK = 64  # weights of one row that share a scale

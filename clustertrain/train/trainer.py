@@ -61,6 +61,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
             alpha=spec.alpha,
             rank_stabilized=spec.rank_stabilized,
             dropout=spec.dropout,
+            base_precision=spec.base_precision,
         )
     model = session.parallelize(
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]

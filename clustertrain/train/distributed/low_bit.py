@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import clean_fqn, is_dtensor
+from clustertrain.checkpoint.core.state_dict import clean_fqn, is_dtensor, model_parts, to_local_shard
 from clustertrain.checkpoint.format import low_bit
-from clustertrain.config.low_bit import BasePrecision, packed_shape
+from clustertrain.config.low_bit import BLOCK, BasePrecision, packed_shape
 from clustertrain.errors import ConfigError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import data_parallel, tied_weights
@@ -46,20 +46,54 @@ class FrozenLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, precision: BasePrecision) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.precision = linear.in_features, linear.out_features, precision
-        weight = linear.weight.detach()
-        if precision in ("int8", "nf4") and weight.is_meta:
-            shape = packed_shape(precision, *weight.shape)  # type: ignore[arg-type]
-            stored = torch.empty(shape, dtype=torch.uint8, device="meta")
-        else:
-            stored = self.store(weight)
-        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.weight = nn.Parameter(self.store(linear.weight.detach()), requires_grad=False)
         self.bias = linear.bias  # type: ignore[assignment]
 
-    def store(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix as they are stored."""
-        if self.precision in ("int8", "nf4"):
-            return low_bit.quantize(weight, self.precision)
-        return weight.to(torch.bfloat16)
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def is_packed(self) -> bool:
+        return self.precision in ("int8", "nf4")
+
+    def store(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return rows of the matrix, or a part of their columns, as they are stored."""
+        if self.precision not in ("int8", "nf4"):
+            return matrix.to(torch.bfloat16)
+        if matrix.is_meta:
+            return torch.empty(packed_shape(self.precision, *matrix.shape), dtype=torch.uint8, device="meta")
+        return low_bit.quantize(matrix, self.precision)
+
+    def dense_weight(self) -> torch.Tensor:
+        """Return the matrix in fp32, split as ``weight`` is."""
+        local, columns = self._local_part()
+        return self._split_as_weight(expand(local, columns, torch.float32))
+
+    def empty_matrix(self) -> torch.Tensor:
+        """Return a matrix in fp32 without values, split as ``weight`` is, for :meth:`load_matrix`."""
+        local, columns = self._local_part()
+        return self._split_as_weight(torch.empty(local.shape[0], columns, device=local.device))
+
+    def load_matrix(self, matrix: torch.Tensor) -> None:
+        """Store the values of ``matrix``, which :meth:`empty_matrix` has returned."""
+        local, _ = self._local_part()
+        local.copy_(self.store(to_local_shard("", "model", matrix).local_tensor))
+
+    def _local_part(self) -> tuple[torch.Tensor, int]:
+        """Return this rank's part of ``weight`` and the number of columns in it."""
+        local = to_local_shard("", "model", self.weight).local_tensor
+        return local, min(self.in_features, local.shape[1] * BLOCK) if self.is_packed else local.shape[1]
+
+    def _split_as_weight(self, local: torch.Tensor) -> torch.Tensor:
+        if not is_dtensor(self.weight):
+            return local
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, self.weight.device_mesh, self.weight.placements, run_check=False,
+            shape=torch.Size(self.matrix_shape), stride=(self.in_features, 1),
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision}"
@@ -89,13 +123,22 @@ def _matmul_on_mesh(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class FrozenEmbedding(nn.Embedding):
     """An embedding that is never trained, in bf16. Its output has the type of the residual stream."""
 
+    is_packed = False
+
     def __init__(self, embedding: nn.Embedding) -> None:
         weight = embedding.weight.detach().to(torch.bfloat16)
         super().__init__(*weight.shape, padding_idx=embedding.padding_idx, _weight=weight, _freeze=True)
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.num_embeddings, self.embedding_dim
+
+    def store(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.to(torch.bfloat16)
+
 
 def convert_base(model: nn.Module, precision: BasePrecision) -> None:
-    """Store the frozen matrices of ``model``, the whole model, as ``precision`` in place; "" leaves them as they are.
+    """Store the frozen matrices of ``model``, the whole model, as ``precision`` in place.
 
     The linear layers of the repeated layers get ``precision``; a frozen embedding and head, where few bits cost the
     most accuracy, get bf16. Norms, biases, matrices that several modules share and all that is trained stay as they
@@ -104,7 +147,7 @@ def convert_base(model: nn.Module, precision: BasePrecision) -> None:
     Raises:
         ConfigError: no linear layer of the repeated layers is frozen.
     """
-    if not precision:
+    if precision == "unchanged":
         return
     shared = {id(location.parameter) for tied in tied_weights.find_tied(model) for location in tied}
     in_layers = {id(m) for _, layer in data_parallel.repeated_layers(model) for m in layer.modules()}
@@ -129,15 +172,22 @@ def configure(model_part: nn.Module, context: RankContext) -> None:
     """Cast the outputs of frozen embeddings to the type that the residual stream has without them."""
     cast = parameter_dtype(context.precision) if context.layout.is_fully_sharded else None
     dtype = cast or torch.float32
+    low_bit.nf4_pairs(context.device)  # before compilation, which would trace their creation
     for module in model_part.modules():
         if isinstance(module, FrozenEmbedding):
             module.register_forward_hook(lambda _, inputs, output: output.to(dtype))
 
 
 def frozen_matrices(model: nn.Module) -> dict[str, FrozenLinear | FrozenEmbedding]:
-    """Return the modules of ``model`` whose weight :func:`convert_base` has converted, by the weight's name."""
+    """Return this rank's modules that :func:`convert_base` has converted, by the names of their weights."""
     return {
         f"{clean_fqn(name)}.weight": module
-        for name, module in model.named_modules()
+        for part in model_parts(model)
+        for name, module in part.named_modules()
         if isinstance(module, FrozenLinear | FrozenEmbedding)
     }
+
+
+def packed_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the matrices in 8 or 4 bits by the names of their weights."""
+    return {name: m.matrix_shape for name, m in frozen_matrices(model).items() if m.is_packed}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import model_parts
-from clustertrain.train.distributed import adapted_linear
+from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info
@@ -60,11 +60,12 @@ def prepare_model(
     param_table = param_info.build_param_table(model)
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
+    packed = low_bit.packed_shapes(model)
     parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
     if weights is None:
         adapted_linear.fill_magnitudes(parallelized)
     else:
-        pretrained.load_unless_resuming(runtime, parallelized, weights)
+        pretrained.load_unless_resuming(runtime, parallelized, weights, packed)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
 

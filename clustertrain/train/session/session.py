@@ -170,6 +170,7 @@ class Session:
         alpha: float = 32.0,
         rank_stabilized: bool = False,
         dropout: float = 0.0,
+        base_precision: BasePrecision = "unchanged",
     ) -> nn.Module:
         """Freeze ``model``, give Linear layers low-rank adapters, and return ``model``. Call it before
         :meth:`parallelize`.
@@ -180,7 +181,7 @@ class Session:
         Args:
             target_modules: patterns of module names: each Linear layer that matches, or is inside a module that matches,
                 gets an adapter.
-            kind, rank, alpha, rank_stabilized, dropout: as in the recipe's ``[adapter]``.
+            kind, rank, alpha, rank_stabilized, dropout, base_precision: as in the recipe's ``[adapter]``.
 
         Raises:
             ConfigError: a value is out of range; a pattern matches no Linear layer, or a fused one; the rank exceeds a
@@ -192,6 +193,7 @@ class Session:
             alpha=alpha,
             rank_stabilized=rank_stabilized,
             dropout=dropout,
+            base_precision=base_precision,
             target_modules=target_modules,
         )
         adapters.add_adapters(model, spec, get_runtime(self).seed)
