@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from clustertrain.config.adapter import AdapterSpec
+from clustertrain.config.checks.module_patterns import matches
 from clustertrain.config.low_bit import BasePrecision, packed_shape
 from clustertrain.plan.cost.model_shape import DecoderShape, iter_shapes
 
@@ -26,11 +28,16 @@ class AdapterShape:
     has_magnitude: bool = False
     """DoRA: a trained magnitude for each output."""
     has_dropout: bool = False
-    base_precision: BasePrecision = ""
+    base_precision: BasePrecision = "unchanged"
 
     @cached_property
     def share_of(self) -> Mapping[str, float]:
         return dict(self.shares)
+
+    @property
+    def is_stored_apart(self) -> bool:
+        """Whether the base has a format of its own: it is neither cast by autocast nor gathered in another type."""
+        return self.base_precision != "unchanged"
 
     @property
     def is_packed(self) -> bool:
@@ -40,19 +47,28 @@ class AdapterShape:
     @property
     def table_bytes(self) -> int:
         """Bytes of a stored element of the embedding and the output layer."""
-        return 2 if self.base_precision else FP32
+        return 2 if self.is_stored_apart else FP32
 
     def adapter_shapes(self, rows: int, columns: int) -> list[tuple[int, ...]]:
         """Return the shapes of the trained tensors of an adapter of a (rows, columns) matrix."""
         shapes: list[tuple[int, ...]] = [(self.rank, columns), (rows, self.rank)]
         return [*shapes, (rows,)] if self.has_magnitude else shapes
 
+    def split_matrices(self, model: DecoderShape, tp: int) -> dict[str, tuple[int, int]]:
+        """Return the shapes of the matrices of a block on a rank by name."""
+        return {name: _split(name, *shape, tp) for name, shape in block_matrices(model).items()}
+
+    def output_elements(self, model: DecoderShape, tp: int) -> float:
+        """Return the elements per token of the products with both matrices of the adapters of a block."""
+        return sum(
+            self.share_of.get(name, 0.0) * (self.rank + rows) for name, (rows, _) in self.split_matrices(model, tp).items()
+        )
+
     def block_adapters(self, model: DecoderShape, tp: int = 1) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Yield (share of the blocks, shape on a rank) of the trained tensors of a block."""
-        for name, (rows, columns) in block_matrices(model).items():
+        for name, (rows, columns) in self.split_matrices(model, tp).items():
             if share := self.share_of.get(name, 0.0):
-                for shape in self.adapter_shapes(*_split(name, rows, columns, tp)):
-                    yield share, shape
+                yield from ((share, shape) for shape in self.adapter_shapes(rows, columns))
 
     def head_adapters(self, model: DecoderShape, tp: int = 1) -> list[tuple[int, ...]]:
         """Return the shapes of the trained tensors of the output layer on a rank."""
@@ -75,23 +91,45 @@ class AdapterShape:
             plain_bytes: per element of a base without an own precision: 4 as stored, fewer as gathered.
         """
         total = 0
-        for name, (rows, columns) in block_matrices(model).items():
-            shape = _split(name, rows, columns, tp)
+        for shape in self.split_matrices(model, tp).values():
             if self.is_packed:
                 packed = packed_shape(self.base_precision, *shape)  # type: ignore[arg-type]
                 total += padded_elements(packed, shards)
             else:
-                total += padded_elements(shape, shards) * (2 if self.base_precision else plain_bytes)
+                total += padded_elements(shape, shards) * (2 if self.is_stored_apart else plain_bytes)
         return float(total)
 
     def unpack_bytes(self, model: DecoderShape, tp: int, compute_bytes: int) -> float:
         """Return the bytes of the largest matrix of a block while it is unpacked or cast for a product."""
-        if not self.base_precision or (self.base_precision == "bf16" and compute_bytes == 2):
+        if not self.is_stored_apart or (self.base_precision == "bf16" and compute_bytes == 2):
             return 0.0
         elements = max(model.dim * model.hidden, model.dim * model.attention_dim) / tp
         # fp32 values of some rows, and 4-bit codes also as 32-bit indices of two values each.
         per_element = {"bf16": 0, "int8": FP32, "nf4": FP32 + 2}[self.base_precision]
         return compute_bytes * elements + per_element * min(elements, ROW_CHUNK)
+
+
+def find_adapter(spec: AdapterSpec, model: DecoderShape) -> AdapterShape | None:
+    """Return the adapters of a decoder; None if it has none."""
+    if not spec.is_enabled:
+        return None
+    layers = range(model.layers)
+    shares = {
+        name: sum(_is_target(spec, f"layers.{i}.{name}") for i in layers) / model.layers
+        for name in block_matrices(model)
+    }
+    return AdapterShape(
+        rank=spec.rank,
+        shares=tuple((name, share) for name, share in shares.items() if share),
+        head=not model.tie_embeddings and _is_target(spec, "head"),
+        has_magnitude=spec.kind == "dora",
+        has_dropout=spec.dropout > 0,
+        base_precision=spec.base_precision,
+    )
+
+
+def _is_target(spec: AdapterSpec, module: str) -> bool:
+    return any(matches(pattern, module) for pattern in spec.target_modules)
 
 
 def block_matrices(model: DecoderShape) -> dict[str, tuple[int, int]]:

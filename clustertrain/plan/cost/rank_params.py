@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from clustertrain.plan.cost.activations import PassConfig, RankStage
@@ -34,6 +35,8 @@ class RankParams:
     """Elements of the gradient of an embedding or an output layer; 0 if they are frozen."""
     table_excess: int
     """Elements by which the gradient of a split embedding exceeds its share of the rows."""
+    hidden: float
+    """Elements of a block's matrices that have gradients."""
     weight_grad: float
     """Elements of the largest gradient in a block."""
     cast_block: float
@@ -76,6 +79,7 @@ def count_params(
         share=share,
         table=table,
         table_excess=model.vocab_size * model.dim - table if is_split_table else 0,
+        hidden=matrices,
         weight_grad=model.dim * model.hidden / layout.tp,
         cast_block=casts * matrices,
         cached_block=casts * matrices,
@@ -102,7 +106,7 @@ def _count_adapted(
     final_norm = model.dim * stage.head
     table_bytes = tables * table * adapter.table_bytes
     casts = compute * config.autocast
-    frozen_casts = 0.0 if adapter.base_precision else adapter.matrix_bytes(model, tp, plain_bytes=casts)
+    frozen_casts = 0.0 if adapter.is_stored_apart else adapter.matrix_bytes(model, tp, plain_bytes=casts)
     return RankParams(
         stored=(
             stage.blocks * (adapter.matrix_bytes(model, tp, shards) + FP32 * vectors / shards)
@@ -119,10 +123,11 @@ def _count_adapted(
         share=round(share),
         table=0,
         table_excess=0,
+        hidden=sum(share * math.prod(shape) for share, shape in adapter.block_adapters(model, tp) if len(shape) > 1),
         weight_grad=adapter.rank * max(model.dim, model.hidden, model.attention_dim),
         cast_block=frozen_casts + casts * block,
         cached_block=casts * block,
-        cast_head=0.0 if adapter.base_precision else casts * table,
+        cast_head=0.0 if adapter.is_stored_apart else casts * table,
         unpacked=adapter.unpack_bytes(model, tp, compute),
-        unpacked_head=compute * table if adapter.base_precision and compute > adapter.table_bytes else 0.0,
+        unpacked_head=compute * table if adapter.is_stored_apart and compute > adapter.table_bytes else 0.0,
     )

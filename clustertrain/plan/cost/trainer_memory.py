@@ -13,7 +13,7 @@ from typing import NamedTuple
 from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.plan.cost.activations import PassConfig, RankStage
 from clustertrain.plan.cost.frameworks import Framework
-from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
+from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner, temporary_bytes
 from clustertrain.plan.cost.pass_memory import FP32, PassBytes, PassCache, count_passes
 from clustertrain.plan.cost.rank_params import count_params
@@ -126,7 +126,7 @@ class _Step:
             return None
         return find_heaviest_owner(
             optim, self.model, stage.blocks, embedding=stage.embedding, head=stage.head, ranks=self.owners,
-            zero1=layout.zero1,
+            zero1=layout.zero1, adapter=self.framework.adapter,
         )  # fmt: skip
 
     def _count_state(self) -> Moment:
@@ -136,8 +136,7 @@ class _Step:
         if self.owned is not None:
             optimizer = self.owned.state_bytes * self.trained
             if OPTIMIZERS[self.framework.optim.name].matrices_only and not self.layout.zero1:
-                matrices = block_matrices(self.model) // self.layout.tp
-                rest = self.params.share - self.stage.blocks * matrices / self.shard_ranks
+                rest = self.params.share - self.stage.blocks * self.params.hidden / self.shard_ranks
                 optimizer += 8 * rest * self.trained  # AdamW's
         return Moment(params=self.params.stored, optimizer=optimizer, activations=self.passes.stage_buffers)
 
@@ -286,7 +285,7 @@ class _FullyShardedStep(_Step):
         later = [self.next_micro_batch(moment, self._whole) for moment in (loss, first)]
         if self._unreduced:
             later.append(self._after_two_micro_batches())
-        return [loss, *in_blocks, *ends_of_blocks, *later, self._embedding(), self._root_reduction()]
+        return [loss, self._gather_ends(), *in_blocks, *ends_of_blocks, *later, self._embedding(), self._root_reduction()]
 
     def _loss(self) -> Moment:
         return self.moment(
@@ -294,6 +293,20 @@ class _FullyShardedStep(_Step):
             grads=self._before + self._last_reduced,
             activations=self.passes.saved,
             logits=self.passes.logits,
+        )
+
+    def _gather_ends(self) -> Moment:
+        """Return the moment when the parameters outside blocks have been gathered again, and are copied from the
+        result of the all-gather. Of the logits, the gradient in the compute type is left.
+
+        Without gradients of an embedding and a head, this can be the peak.
+        """
+        copies = 2 if self.layout.reshard_after_forward and self.shard_ranks > 1 else 1
+        return self.moment(
+            params=copies * self.params.gathered_ends,
+            grads=self._before + self._last_reduced,
+            activations=self.passes.saved,
+            logits=self.passes.logits * self.config.compute_bytes / (3 * FP32),
         )
 
     def _in_block(self, done: int) -> Moment:
