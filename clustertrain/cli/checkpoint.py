@@ -273,6 +273,7 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     type=click.Choice(["huggingface", "own"]),
     help="Tensor names.  [default: huggingface for safetensors of a built-in decoder, else own]",
 )
+@click.option("--merge", is_flag=True, help="Add an adapter to its base, and write the whole model.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
 @json_option
 def export(
@@ -284,13 +285,15 @@ def export(
     dtype: str | None,
     max_shard_size: int,
     names: Any,
+    merge: bool,
     force: bool,
     as_json: bool,
 ) -> None:
     """Export the model of the newest committed checkpoint, of one STEP, or of the best, without the optimizer.
 
     `safetensors` of a built-in decoder is a folder that transformers.AutoModelForCausalLM.from_pretrained() loads;
-    `torch` is a file with a state_dict that torch.load(weights_only=True) reads.
+    `torch` is a file with a state_dict that torch.load(weights_only=True) reads. `safetensors` of a model with an
+    adapter is the adapter alone, as peft.PeftModel.from_pretrained() loads it; with --merge it is the whole model.
     """
     from clustertrain.checkpoint.offline.export import ExportRequest, export_checkpoint
 
@@ -300,7 +303,7 @@ def export(
             "--best selects among all checkpoints of a run, but one is already named", fix="leave one of them out"
         )
     folder = inspect.find_best(location.root) if best else location.select(step)
-    request = ExportRequest(folder, output, form, dtype, max_shard_size, names, force)
+    request = ExportRequest(folder, output, form, dtype, max_shard_size, names, force, merge)
     with ProgressBar("exported") as bar:
         result = export_checkpoint(request, bar)
     if as_json:

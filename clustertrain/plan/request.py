@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
+from clustertrain.config.checks import adapter_checks
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import presets
@@ -146,6 +147,7 @@ class PlanRequest:
         layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.is_fully_sharded)
         if self.decoder is not None:
             checks.check_decoder_layout(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
+            adapter_checks.check_base(self.spec.recipe, layout.tp)
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
         if self.spec.script is None:

@@ -268,6 +268,16 @@ def check_pretrained(prepared: PreparedRun) -> Notes:
     return _present(pretrained.check_pretrained(prepared))
 
 
+def check_adapter(prepared: PreparedRun) -> Notes:
+    """Refuse dropout of adapters under tensor parallelism, and an adapter.init that is damaged or does not fit; note
+    it."""
+    if not prepared.spec.recipe.adapter.is_enabled:
+        return None
+    from clustertrain.submit.preflight import adapter  # not at the top: most runs have none
+
+    return _present(adapter.check_adapter(prepared))
+
+
 def check_epoch_size(prepared: PreparedRun) -> Notes:
     """Note a global batch that is larger than the dataset; refuse nothing."""
     return _present(data.check_epoch_size(prepared))
@@ -362,6 +372,7 @@ PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     check_directives,
     check_data,
     check_pretrained,
+    check_adapter,
     check_epoch_size,
     machine.note_local_backend,
     check_script_layout,

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from clustertrain.config.checks import unused_keys
+from clustertrain.config.checks import adapter_checks, unused_keys
 from clustertrain.config.checks.unused_keys import KeyCondition
 from clustertrain.config.huggingface import families
 from clustertrain.config.job import JobSpec, ScriptSpec
@@ -125,4 +125,5 @@ def _list_overrides(request: SubmitRequest) -> list[tuple[str, Any]]:
 
 
 def _build_values(document: Mapping[str, Any], source: str, cwd: Path) -> RecipeFile:
-    return build(presets.apply_preset(families.apply_init(document, cwd)), RecipeFile, source)
+    document = adapter_checks.resolve_init(families.apply_init(document, cwd), cwd)
+    return build(presets.apply_preset(document), RecipeFile, source)

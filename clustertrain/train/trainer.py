@@ -52,17 +52,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}
         session.load_pretrained(training_task.model, recipe.model.init, rename=names.__getitem__)
     if recipe.adapter.is_enabled:
-        spec = recipe.adapter
-        session.add_adapters(
-            training_task.model,
-            spec.target_modules,
-            kind="dora" if spec.kind == "dora" else "lora",
-            rank=spec.rank,
-            alpha=spec.alpha,
-            rank_stabilized=spec.rank_stabilized,
-            dropout=spec.dropout,
-            base_precision=spec.base_precision,
-        )
+        _add_adapters(session, recipe, training_task.model)
     model = session.parallelize(
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
     )
@@ -87,6 +77,23 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         describe.report_datasets(training_task.dataset, training_task.validation, runtime.events.emit)
     return Trainer(
         session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.from_spec(recipe.optim)
+    )
+
+
+def _add_adapters(session: Session, recipe: Recipe, model: nn.Module) -> None:
+    spec = recipe.adapter
+    rename = tensor_names.rename_layer(recipe.model) if recipe.model.is_decoder else None
+    session.add_adapters(
+        model,
+        spec.target_modules,
+        kind="dora" if spec.kind == "dora" else "lora",
+        rank=spec.rank,
+        alpha=spec.alpha,
+        rank_stabilized=spec.rank_stabilized,
+        dropout=spec.dropout,
+        base_precision=spec.base_precision,
+        init=spec.init,
+        rename=rename,
     )
 
 

@@ -1,40 +1,48 @@
-"""Adapters train alike under every layout, and their runs resume exactly and under other layouts."""
+"""Adapters train alike under every layout; their runs resume exactly, under another layout, and write little."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from clustertrain.checkpoint.format import adapter_files
+from clustertrain.checkpoint.format.safetensors_files import read_weight_files
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.offline.export import ExportRequest, export_checkpoint
+from clustertrain.config.huggingface import families
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, digest, make_run
+from tests.layouts import FSDP_TP, PLAIN, TP_PP
+from tests.ranks.rank_pool import digest, make_run, write_plan
 from tests.ranks.test_pretrained import QWEN2, write_weights
-from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, one_thread, start
+from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, one_thread, save_initial_values, start
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {
-    "ddp": Layout(strategy="ddp", dp_replicate=2),
-    "fsdp": Layout(strategy="fsdp", dp_shard=2),
-    "tp": Layout(tp=2),
-    "tp + sp, fsdp": Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True),
-    "pp": Layout(pp=2, schedule="1f1b"),
-}
+LAYOUTS = [
+    Layout(strategy="ddp", dp_replicate=2),
+    Layout(strategy="fsdp", dp_shard=2),
+    Layout(tp=2),
+    PLAIN["hsdp"],
+    Layout(pp=2, schedule="1f1b"),
+    FSDP_TP,
+    TP_PP,
+    Layout(strategy="fsdp-grad-op", dp_shard=2),
+]
+STEPS_PER_LAYOUT = 4  # at most: a request to stop takes effect after two
 ADAPTER = {"rank": 4, "alpha": 16.0}
 
 
-def run_of(folder: Path, weights: Path | str, layout: Layout, kind: str, **kw: Any) -> RunDir:
-    from clustertrain.config.huggingface import families
-
-    model = families.apply_init({"model": {"init": str(weights)}}, folder)["model"] if weights else {}
-    tables = {"adapter": {"kind": kind, **ADAPTER}}
-    return make_run(
-        folder, layout, layout.world_size, **{"steps": 4, "every": 2, "model": model, "tables": tables, **kw}
-    )
+def run_of(folder: Path, weights: Path, layout: Layout, kind: str, **kw: Any) -> RunDir:
+    model = families.apply_init({"model": {"init": str(weights)}}, folder)["model"]
+    adapter = {"kind": kind, **ADAPTER, **kw.pop("adapter", {})}
+    options = {"every": 100, "model": model, "tables": {"adapter": adapter}, **kw}
+    return make_run(folder, layout, layout.world_size, **options)
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +50,69 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_weights(tmp_path_factory.mktemp("base") / "weights", QWEN2)
 
 
-@pytest.fixture(scope="module")
-def references(weights: Path) -> Iterator[dict[str, dict[int, tuple[float, float]]]]:
-    """Yield losses and gradient norms by step in one process, by kind of adapter."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield {
-            kind: start(run_of(Path(folder, kind), weights, Layout(), kind), Layout()).expect(0).losses()
-            for kind in ("lora", "dora")
-        }
+def stop_soon() -> None:
+    """Setup: save and stop a few steps after the first."""
+    from clustertrain.train.session.session import Session
+
+    one_thread()
+    original = Session.log
+
+    def log(self: Session, **scalars: Any) -> None:
+        original(self, **scalars)
+        Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
+
+    Session.log = log  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_layout_matches_one_process(
-    tmp_path: Path, weights: Path, references: dict[str, Any], kind: str, layout: str
+@pytest.mark.parametrize(("kind", "layouts"), [("lora", LAYOUTS), ("dora", LAYOUTS[-3:-1])])
+def test_each_layout_continues_the_run_of_another(
+    tmp_path: Path, weights: Path, kind: str, layouts: list[Layout]
 ) -> None:
-    run = run_of(tmp_path / "run", weights, LAYOUTS[layout], kind)
-    ranks = start(run, LAYOUTS[layout]).expect(0)
-    assert_equal_up_to_rounding(ranks.losses(), references[kind])
+    steps = STEPS_PER_LAYOUT * len(layouts)
+    undisturbed = run_of(tmp_path / "one", weights, Layout(), kind, steps=steps)
+    expected = start(undisturbed, Layout()).expect(0).losses()
+    run = run_of(tmp_path / "run", weights, layouts[0], kind, steps=steps)
+    losses: dict[int, tuple[float, float]] = {}
+    for i, layout in enumerate(layouts):
+        write_plan(run, layout, layout.world_size)
+        ranks = start(run, layout, i + 1, setup=stop_soon if i + 1 < len(layouts) else None).expect(0)
+        assert ranks.losses() and losses.keys().isdisjoint(ranks.losses())
+        losses |= ranks.losses()
+        assert bool(ranks.events("pretrained_loaded")) == (i == 0)
+    assert_equal_up_to_rounding(losses, expected)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1]], ids=["ddp", "fsdp"])
+def test_resumed_run_is_bitwise_equal_and_saves_write_the_adapter(tmp_path: Path, layout: Layout) -> None:
+    options: dict[str, Any] = {
+        "steps": 6,
+        "every": 2,
+        "model": {"dim": 64, "vocab_size": 20_000},
+        "tables": {"adapter": {"kind": "lora", "rank": 2, "dropout": 0.1, "target_modules": ["*.attention"]}},
+    }
+    undisturbed = make_run(tmp_path / "one", layout, layout.world_size, **options)
+    whole = start(undisturbed, layout).expect(0)
+    run = make_run(tmp_path / "run", layout, layout.world_size, **options)
+    start(run, layout, setup=stop_soon).expect(0)
+    second = start(run, layout, 2).expect(0).losses()
+    assert digest(run) == digest(undisturbed) and second
+    assert second.items() <= whole.losses().items()
+    first, *later = [saved["written"] / saved["bytes"] for saved in whole.events("checkpoint")]
+    assert first == 1.0 and later and max(later) < 0.01
+    assert digest(undisturbed, 2) != digest(undisturbed)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapter_of_another_run_is_read_in_parts(tmp_path: Path, weights: Path, kind: str) -> None:
+    first = run_of(tmp_path / "first", weights, Layout(), kind, steps=2)
+    start(first, Layout()).expect(0)
+    export_checkpoint(ExportRequest(inspect.find_checkpoint(first.checkpoints), tmp_path / "adapter"))
+    adapter = {"init": str(tmp_path / "adapter")}
+    second = run_of(tmp_path / "second", weights, FSDP_TP, kind, steps=2, adapter=adapter)
+    start(second, FSDP_TP, setup=save_initial_values).expect(0)
+    export_checkpoint(ExportRequest(inspect.find_checkpoint(second.checkpoints, 1), tmp_path / "again"))
+    files = [tmp_path / name / adapter_files.WEIGHTS_FILE for name in ("adapter", "again")]
+    expected, actual = map(load_file, files)
+    assert expected.keys() == actual.keys() and all(torch.equal(actual[k], v) for k, v in expected.items())
+    hashes = [read_weight_files(file).metadata[adapter_files.BASE_HASH] for file in files]
+    assert hashes[0] == hashes[1]

@@ -10,14 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from clustertrain.config.low_bit import BLOCK, SCALE_BYTES, LowBit, block_bytes
+from clustertrain.config.low_bit import BLOCK, NF4_VALUES, SCALE_BYTES, LowBit, block_bytes
 
-# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: the authors' values.
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 _INT8_MAX = 127
 CHUNK = 1 << 24  # elements that are converted at the same time, which bounds the temporary tensors
 
@@ -27,7 +21,7 @@ def quantize(weight: torch.Tensor, precision: LowBit) -> torch.Tensor:
     rows, columns = weight.shape
     blocks = -(-columns // BLOCK)
     packed = torch.empty(rows, blocks, block_bytes(precision), dtype=torch.uint8, device=weight.device)
-    nf4 = torch.tensor(_NF4, device=weight.device)
+    nf4 = torch.tensor(NF4_VALUES, device=weight.device)
     midpoints = (nf4[1:] + nf4[:-1]) / 2
     for part in _row_chunks(rows, columns):
         values = F.pad(weight[part].float(), (0, blocks * BLOCK - columns)).view(-1, blocks, BLOCK)
@@ -38,7 +32,7 @@ def quantize(weight: torch.Tensor, precision: LowBit) -> torch.Tensor:
         if precision == "int8":
             packed[part, :, SCALE_BYTES:] = scaled.round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8).view(torch.uint8)
         else:
-            codes = torch.bucketize(scaled, midpoints).to(torch.uint8)
+            codes = torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
             packed[part, :, SCALE_BYTES:] = codes[..., ::2] | (codes[..., 1::2] << 4)
     return packed
 
@@ -74,7 +68,7 @@ def nf4_pairs(device: torch.device) -> torch.Tensor:
     Kept per device: a copy to a GPU makes the host wait. torch.compile warns of functools.cache.
     """
     if device not in _pairs:
-        values, codes = torch.tensor(_NF4), torch.arange(256)
+        values, codes = torch.tensor(NF4_VALUES), torch.arange(256)
         _pairs[device] = torch.stack((values[codes & 15], values[codes >> 4]), dim=1).to(device)
     return _pairs[device]
 

@@ -49,6 +49,8 @@ class WeightFiles:
     """Bytes of each file, by its name in the folder."""
     tensors: Mapping[str, TensorRecord]
     """The tensors by name. Each has one shard without checksums, since the format has none."""
+    metadata: Mapping[str, str]
+    """The metadata of the files' headers."""
 
 
 def read_weight_files(path: Path) -> WeightFiles:
@@ -66,9 +68,10 @@ def read_weight_files(path: Path) -> WeightFiles:
         raise NotFound(f"{path}: no such file or folder", fix="check the path; every node must see it")
     sizes: dict[str, int] = {}
     tensors: dict[str, TensorRecord] = {}
+    metadata: dict[str, str] = {}
     for name in names:
         try:
-            sizes[name], in_file = _read_header(folder, name)
+            sizes[name], in_file, of_file = _read_header(folder, name)
         except FileNotFoundError as e:
             raise NotFound(f"{folder / name}: is missing, but {INDEX_FILE} names it", fix="download it too") from e
         except OSError as e:
@@ -77,7 +80,8 @@ def read_weight_files(path: Path) -> WeightFiles:
             if tensor.name in tensors:
                 raise ConfigError(f"{folder}: two files contain {tensor.name}", fix="remove the one that is not needed")
             tensors[tensor.name] = tensor
-    return WeightFiles(folder, sizes, tensors)
+        metadata |= of_file
+    return WeightFiles(folder, sizes, tensors, metadata)
 
 
 def _list_files(folder: Path) -> list[str]:
@@ -113,8 +117,8 @@ def _read_index(path: Path) -> list[str]:
     return names
 
 
-def _read_header(folder: Path, name: str) -> tuple[int, list[TensorRecord]]:
-    """Return the size of a file and its tensors."""
+def _read_header(folder: Path, name: str) -> tuple[int, list[TensorRecord], dict[str, str]]:
+    """Return the size of a file, its tensors and its metadata."""
     path = folder / name
     with reading.open_regular(path) as f:
         size = path.stat().st_size
@@ -134,7 +138,9 @@ def _read_header(folder: Path, name: str) -> tuple[int, list[TensorRecord]]:
         end = tensor.shards[0].offset + tensor.shards[0].nbytes
         if end > size:
             raise ConfigError(f"{path}: is torn: {tensor.name} ends at byte {end}, the file at byte {size}", fix=_FIX)
-    return size, tensors
+    metadata = header.get("__metadata__")
+    texts = {k: v for k, v in metadata.items() if isinstance(v, str)} if isinstance(metadata, dict) else {}
+    return size, tensors, texts
 
 
 def _parse_entry(path: Path, name: str, entry: Any, first: int) -> TensorRecord:

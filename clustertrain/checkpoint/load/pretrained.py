@@ -83,9 +83,7 @@ class _SelectionOfPart(nn.Module):
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         content = {state_dict.clean_fqn(name): value for name, value in self._part[0].state_dict(**options).items()}
-        return {
-            name: self._instead.get(name, value) for name, value in content.items() if name not in self._untouched
-        }
+        return {name: self._instead.get(name, value) for name, value in content.items() if name not in self._untouched}
 
 
 def _complete(reader: CheckpointReader) -> Failure | None:

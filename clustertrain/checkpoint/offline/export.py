@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clustertrain import extras, fsio, reading
-from clustertrain.checkpoint.format import dtypes
+from clustertrain.checkpoint.format import adapter_files, dtypes
+from clustertrain.checkpoint.format.adapter_files import BASE_HASH
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord, check_sizes, read_manifest
 from clustertrain.checkpoint.format.safetensors_files import INDEX_FILE, SINGLE_FILE
 from clustertrain.checkpoint.format.storage import Folder
+from clustertrain.checkpoint.offline.adapter import SavedAdapter, find_adapter
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress
 from clustertrain.checkpoint.offline.safetensors import ExportTensor, check_safetensors, write_safetensors
 from clustertrain.config.huggingface import families, tensor_names
@@ -38,7 +40,9 @@ _FIX_BY_ERRNO = {
     errno.EDQUOT: _FIX_FULL,
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to with --output"),
 }
-_EXPORT_FILE_NAMES = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_EXPORT_FILE_NAMES = re.compile(
+    r"(adapter_)?config\.json|adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class ExportRequest:
     """Tensor names. None: Hugging Face's for safetensors of a model that it supports, otherwise the module's own."""
     force: bool = False
     """Replace an existing output."""
+    merge: bool = False
+    """Add the adapter to the weights of its base, and write the whole model. Otherwise, safetensors of a model with an
+    adapter are those of the adapter alone, as PEFT reads it."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,13 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
     """
     manifest = read_manifest(request.folder)
     check_sizes(request.folder, manifest)
-    recipe, named_tensors = _name_tensors(request, manifest)
-    names: Naming = "own" if recipe is None else "huggingface"
-    items = [_make_item(n, t, request.dtype) for n, t in named_tensors]
+    tensors = _find_tensors(request, manifest)
+    adapter = find_adapter(request.folder, manifest, tensors)
+    if request.merge and adapter is None:
+        raise UsageError(f"--merge: {request.folder} has no adapter", fix="leave out --merge")
+    content = _Content(request, manifest, tensors if adapter is None else adapter.tensors, adapter)
+    names: Naming = "own" if content.recipe is None else "huggingface"
+    items = [_make_item(n, t, request.dtype) for n, t in content.named_tensors]
     if request.format == "safetensors":
         check_safetensors(items)
     output = Path(os.path.realpath(request.output.expanduser()))
@@ -101,7 +112,7 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
     temporary = output.with_name(f".{output.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         _check_free_space(output.parent, size)
-        files = _write(request, temporary, items, recipe, progress)
+        files = _write(request, temporary, items, content, progress)
         _publish(temporary, output)
     except OSError as e:
         raise CheckpointError(
@@ -137,14 +148,67 @@ def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
 NamedTensors = list[tuple[str, TensorRecord]]  # in the order of writing
 
 
-def _name_tensors(request: ExportRequest, manifest: Manifest) -> tuple[Recipe | None, NamedTensors]:
-    """Return the tensors with their names, and with Hugging Face's names also the recipe of the model."""
+class _Content:
+    """What an export contains."""
+
+    def __init__(
+        self,
+        request: ExportRequest,
+        manifest: Manifest,
+        tensors: Mapping[str, TensorRecord],
+        adapter: SavedAdapter | None,
+    ) -> None:
+        self.adapter = adapter
+        self._folder = request.folder
+        self._merges = request.merge
+        self.is_adapter_alone = adapter is not None and not request.merge and request.format == "safetensors"
+        base = adapter.base_tensors if adapter is not None and (request.merge or self.is_adapter_alone) else tensors
+        self.recipe, self.named_tensors = _name_tensors(request, manifest, base)
+        """The recipe of the model, with Hugging Face's names; the tensors with their names."""
+        self._own_names = {t.name: name for name, t in base.items()}
+        self._layer_names = {
+            self._own_names[t.name].removesuffix(".weight"): name.removesuffix(".weight")
+            for name, t in self.named_tensors
+        }
+        if self.is_adapter_alone and adapter is not None:
+            self.named_tensors = adapter.name_for_peft(self._layer_names)
+
+    def is_merged(self, tensor: TensorRecord) -> bool:
+        """Return whether the tensor's values change."""
+        layer, _, own = self._own_names.get(tensor.name, "").rpartition(".")
+        return self._merges and self.adapter is not None and own == "weight" and layer in self.adapter.layers
+
+    def read(self, tensor: TensorRecord) -> dtypes.Raw:
+        """Return the bytes of a tensor, (elements, itemsize)."""
+        if self.adapter is not None:
+            return self.adapter.read(tensor)
+        return assemble_tensor(self._folder, tensor).reshape(-1, tensor.itemsize)
+
+    def merge(self, tensor: TensorRecord, raw: dtypes.Raw) -> dtypes.Raw:
+        """Return the merged values of the bytes of a tensor, in fp32."""
+        assert self.adapter is not None
+        return self.adapter.merge(self._own_names[tensor.name], raw)
+
+    def peft_config(self) -> dict[str, Any]:
+        assert self.adapter is not None
+        return self.adapter.peft_config(self._layer_names, "CAUSAL_LM" if self.recipe is not None else None)
+
+
+def _find_tensors(request: ExportRequest, manifest: Manifest) -> dict[str, TensorRecord]:
+    """Return the tensors of the model; raise CheckpointError if there are none."""
     tensors = find_model_tensors(manifest)
     if not tensors:
         raise CheckpointError(
             f"{request.folder}: contains no model",
             fix="put the module itself into the state, not its state_dict",
         )
+    return tensors
+
+
+def _name_tensors(
+    request: ExportRequest, manifest: Manifest, tensors: Mapping[str, TensorRecord]
+) -> tuple[Recipe | None, NamedTensors]:
+    """Return the tensors with their names, and with Hugging Face's names also the recipe of the model."""
     if request.names == "huggingface" or (request.names is None and request.format == "safetensors"):
         try:
             return _name_as_huggingface(request, manifest, tensors)
@@ -258,15 +322,17 @@ def _remove_leftover(path: Path) -> None:
 
 
 def _write(
-    request: ExportRequest, path: Path, items: Sequence[ExportTensor], recipe: Recipe | None, progress: Progress
+    request: ExportRequest, path: Path, items: Sequence[ExportTensor], content: _Content, progress: Progress
 ) -> tuple[str, ...]:
     """Write the file or folder ``path``, and return the names of the files in the folder."""
     total, done_bytes = sum(i.nbytes for i in items), 0
 
     def read_tensor(item: ExportTensor) -> Iterator[memoryview]:
         nonlocal done_bytes
-        raw = assemble_tensor(request.folder, item.record).reshape(-1, item.record.itemsize)
-        yield from dtypes.convert(raw, item.record.dtype, item.dtype, item.name)
+        raw, dtype = content.read(item.record), item.record.dtype
+        if content.is_merged(item.record):
+            raw, dtype = content.merge(item.record, raw), "float32"
+        yield from dtypes.convert(raw, dtype, item.dtype, item.name)
         done_bytes += item.nbytes
         progress(done_bytes, total)
 
@@ -277,6 +343,13 @@ def _write(
         write_torch(path, items, read_tensor)
         return ()
     path.mkdir()
+    adapter, recipe = content.adapter, content.recipe
+    if adapter is not None and content.is_adapter_alone:
+        metadata = {BASE_HASH: adapter.base_sha256} if adapter.base_sha256 else {}
+        write_safetensors(path / adapter_files.WEIGHTS_FILE, items, read_tensor, metadata)
+        _write_json(path / adapter_files.CONFIG_FILE, content.peft_config())
+        fsio.fsync_folder(path)
+        return (adapter_files.WEIGHTS_FILE, adapter_files.CONFIG_FILE)
     groups = list(_split_by_size(items, request.shard_bytes))
     files = [SINGLE_FILE]
     if len(groups) > 1:

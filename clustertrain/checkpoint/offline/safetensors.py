@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,9 @@ def check_safetensors(items: Iterable[ExportTensor]) -> None:
             )
 
 
-def write_safetensors(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
+def write_safetensors(
+    path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a new safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors.
 
     The library's ``save_file`` is not used because it needs all tensors of a file in memory at once.
@@ -64,7 +66,8 @@ def write_safetensors(path: Path, items: Sequence[ExportTensor], read_tensor: Re
     """
     # Widest elements first, so that each tensor starts at a multiple of its element size.
     by_itemsize = sorted(items, key=lambda i: -i.itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers 4 refuses the file
+    # Without the format, transformers 4 refuses the file.
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for item in by_itemsize:
         data_offsets = [offset, offset + item.nbytes]

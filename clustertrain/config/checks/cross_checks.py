@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from clustertrain.config.checks import slice_checks
+from clustertrain.config.checks import adapter_checks, slice_checks
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGIT_HALF_PIXELS, DIGITS
 from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX, MetricName
 from clustertrain.config.model import DATA_KINDS_BY_MODEL
@@ -46,6 +46,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_evaluation(recipe)
     _check_roll_back(recipe)
     _check_best(recipe)
+    adapter_checks.check_adapter(recipe)
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -1,8 +1,9 @@
-"""Patterns of module names, used by ``optim.freeze`` and ``optim.lr_scale``."""
+"""Patterns of module names, used by ``optim.freeze``, ``optim.lr_scale`` and ``adapter.target_modules``."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -25,3 +26,10 @@ def suggest_modules(pattern: str, modules: Iterable[str]) -> str:
     if close:
         return f"did you mean {' or '.join(close)}?"
     return f"top-level modules: {', '.join(n for n in candidates if '.' not in n)}"
+
+
+def list_patterns(modules: Iterable[str], limit: int = 16) -> str:
+    """Return a sentence with the names of ``modules``, in which numbers are replaced by ``*``."""
+    patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules))
+    more = f" and {len(patterns) - limit} more" if len(patterns) > limit else ""
+    return f"its Linear layers are {', '.join(patterns[:limit])}{more}"

@@ -6,6 +6,8 @@ rows of q and k keep their order. Its vocabulary has no padding rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from clustertrain.config.model import ModelSpec
 
 # Names within a layer: the decoder's and Hugging Face's.
@@ -56,3 +58,12 @@ def list_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     if not spec.tie_embeddings:
         mapping[HEAD] = "lm_head.weight", (spec.vocab_size, dim)
     return mapping
+
+
+def rename_layer(spec: ModelSpec) -> Callable[[str], str]:
+    """Return a function from the decoder's name of a layer to Hugging Face's."""
+    names = {
+        name.removesuffix(".weight"): hf_name.removesuffix(".weight")
+        for name, (hf_name, _) in list_tensors(spec).items()
+    }
+    return names.__getitem__

@@ -195,7 +195,7 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
 
 
 def _linear_inputs(config: PassConfig, framework: Framework) -> float:
-    """Return how many copies of the norms' outputs linear layers keep: those of trained weights, for their gradients."""
+    """Return how many copies of the norms' outputs linear layers keep, for the gradients of trained weights."""
     first, second = ("attention.q", "attention.k", "attention.v"), ("ffn.gate", "ffn.up")
     if config.autocast:  # each layer casts its input
         return sum(_is_input_kept(framework, name) for name in (*first, *second))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from clustertrain.config.adapter import AdapterSpec
 from clustertrain.config.checks.module_patterns import matches
-from clustertrain.config.low_bit import BasePrecision, packed_shape
+from clustertrain.config.low_bit import BLOCK, BasePrecision, packed_shape
 from clustertrain.plan.cost.model_shape import DecoderShape, iter_shapes
 
 FP32 = 4
@@ -61,7 +61,8 @@ class AdapterShape:
     def output_elements(self, model: DecoderShape, tp: int) -> float:
         """Return the elements per token of the products with both matrices of the adapters of a block."""
         return sum(
-            self.share_of.get(name, 0.0) * (self.rank + rows) for name, (rows, _) in self.split_matrices(model, tp).items()
+            self.share_of.get(name, 0.0) * (self.rank + rows)
+            for name, (rows, _) in self.split_matrices(model, tp).items()
         )
 
     def block_adapters(self, model: DecoderShape, tp: int = 1) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -98,6 +99,27 @@ class AdapterShape:
             else:
                 total += padded_elements(shape, shards) * (2 if self.is_stored_apart else plain_bytes)
         return float(total)
+
+    def allows_tp(self, model: DecoderShape, tp: int) -> bool:
+        """Return whether the trainer splits the layers over ``tp`` ranks."""
+        if tp > 1 and self.has_dropout:
+            return False
+        return not self.is_packed or not any(
+            columns % (BLOCK * tp) for name, (_, columns) in block_matrices(model).items() if name in _SPLIT_BY_INPUTS
+        )
+
+    def trained_elements(self, model: DecoderShape, tp: int = 1) -> float:
+        """Return the trained elements of the whole model, of which tensor parallelism splits some."""
+        return model.layers * self.block_elements(model, tp) + self.head_elements(model, tp)
+
+    def gathered_bytes(self, model: DecoderShape, tp: int, compute_bytes: int) -> float:
+        """Return the bytes of all parameters as ``fully_shard`` gathers them."""
+        tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim / tp
+        return (
+            model.layers * self.matrix_bytes(model, tp, plain_bytes=compute_bytes)
+            + tables * min(compute_bytes, self.table_bytes)
+            + compute_bytes * self.trained_elements(model, tp)
+        )
 
     def unpack_bytes(self, model: DecoderShape, tp: int, compute_bytes: int) -> float:
         """Return the bytes of the largest matrix of a block while it is unpacked or cast for a product."""

@@ -229,9 +229,7 @@ def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerState
     )
 
 
-def with_adapter(
-    framework: Framework, optim: OptimSpec, adapter: AdapterShape, state: OptimizerStateSize
-) -> Framework:
+def with_adapter(framework: Framework, optim: OptimSpec, adapter: AdapterShape, state: OptimizerStateSize) -> Framework:
     """Return ``framework`` with adapters, which alone have gradients and state; the base is frozen."""
     return replace(framework, optim=optim, adapter=adapter, optimizer_bytes=state.bytes_per_param)
 

@@ -97,11 +97,16 @@ def estimate_state(spec: OptimSpec, model: DecoderShape) -> OptimizerStateSize:
 
 
 def estimate_adapter_state(spec: OptimSpec, model: DecoderShape, adapter: AdapterShape) -> OptimizerStateSize:
-    """Return the size of the state of the adapters of ``model``, per trained parameter."""
+    """Return the size of the state of the adapters of ``model``, per trained parameter.
+
+    Raises:
+        ConfigError: a pattern of ``spec`` matches no module.
+    """
     block, head = list(adapter.block_adapters(model)), adapter.head_adapters(model)
     state = [model.layers * share * state_bytes(spec, shape, is_hidden_matrix=len(shape) > 1) for share, shape in block]
     state += [state_bytes(spec, shape, is_hidden_matrix=False) for shape in head]
-    trained = model.layers * adapter.block_elements(model) + adapter.head_elements(model)
+    check_modules(spec, [module for module, _ in iter_shapes(model)])
+    trained = adapter.trained_elements(model)
     largest = max(state_bytes(spec, shape, is_hidden_matrix=True) for shape in [*(s for _, s in block), *head])
     return OptimizerStateSize(sum(state) / trained, trained / (model.parameters() + trained), largest)
 

@@ -113,9 +113,7 @@ def _count_adapted(
             + (table_bytes + FP32 * final_norm) / shards
             + FP32 * share
         ),
-        gathered_block=(
-            adapter.matrix_bytes(model, tp, plain_bytes=compute) + compute * (vectors + padded_block)
-        ),
+        gathered_block=(adapter.matrix_bytes(model, tp, plain_bytes=compute) + compute * (vectors + padded_block)),
         gathered_ends=tables * table * min(compute, adapter.table_bytes) + compute * (final_norm + padded_head),
         block=padded_block if layout.is_fully_sharded else block,
         block_share=block_share,

@@ -285,7 +285,15 @@ class _FullyShardedStep(_Step):
         later = [self.next_micro_batch(moment, self._whole) for moment in (loss, first)]
         if self._unreduced:
             later.append(self._after_two_micro_batches())
-        return [loss, self._gather_ends(), *in_blocks, *ends_of_blocks, *later, self._embedding(), self._root_reduction()]
+        return [
+            loss,
+            self._gather_ends(),
+            *in_blocks,
+            *ends_of_blocks,
+            *later,
+            self._embedding(),
+            self._root_reduction(),
+        ]
 
     def _loss(self) -> Moment:
         return self.moment(
@@ -316,7 +324,9 @@ class _FullyShardedStep(_Step):
         return self.moment(
             params=self._gathered,
             grads=self._accumulated(done) + self._head_grad + weight_grad + reduced,
-            activations=self.passes.saved * (1 - done / self._blocks) + self.passes.block_backward + self.params.unpacked,
+            activations=self.passes.saved * (1 - done / self._blocks)
+            + self.passes.block_backward
+            + self.params.unpacked,
         )
 
     def _at_end_of_block(self, done: int) -> Moment:

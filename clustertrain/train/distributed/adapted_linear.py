@@ -11,9 +11,9 @@ parameters of the adapter are:
 
 from __future__ import annotations
 
-import functools
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn, is_dtensor, model_parts, to_local_shard
+from clustertrain.train.distributed import data_parallel
 from clustertrain.train.distributed.dropout import Dropout
 from clustertrain.train.distributed.low_bit import FrozenLinear
 
@@ -42,11 +43,17 @@ class LowRank:
     """DoRA: the norm of each row of the weight is trained separately."""
 
 
+class SampleScope:
+    """The positions of the samples that a repeated layer computes at the moment, for the dropout masks inside it."""
+
+    samples: torch.Tensor | None = None
+
+
 class AdaptedLayer(nn.Module):
     """First base class of an adapted layer; the class that the layer had before is the second.
 
-    That class may be any with ``in_features``, ``out_features``, ``bias`` and a forward pass of a Linear layer. DoRA also
-    reads ``weight``, the values (out_features, in_features) in any floating-point dtype.
+    That class may be any with ``in_features``, ``out_features``, ``bias`` and a forward pass of a Linear layer. DoRA
+    also reads ``weight``, the values (out_features, in_features) in any floating-point dtype.
     """
 
     low_rank: LowRank
@@ -54,12 +61,13 @@ class AdaptedLayer(nn.Module):
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter
     lora_dropout: Dropout
+    sample_scope: SampleScope
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = super().forward(x)
-        dropped = self.lora_dropout(x)
+        dropped = self.lora_dropout(x, self.sample_scope.samples)
         delta = self._multiply_low_rank(dropped)
         if not self.low_rank.has_magnitude:
             return out + delta
@@ -72,9 +80,9 @@ class AdaptedLayer(nn.Module):
     def _multiply_low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return scaling * B (A x)."""
         inner = F.linear(x, self.lora_A)
-        if is_dtensor(inner) and any(p.is_partial() for p in inner.placements):
-            return _multiply_partial(inner, self.lora_B) * self.low_rank.scaling
-        return F.linear(inner, self.lora_B) * self.low_rank.scaling
+        is_sum = is_dtensor(inner) and any(p.is_partial() for p in inner.placements)
+        product = _multiply_partial(inner, self.lora_B) if is_sum else F.linear(inner, self.lora_B)
+        return product * self.low_rank.scaling
 
     def _base_weight(self) -> torch.Tensor:
         """Return the values of the frozen matrix (out_features, in_features)."""
@@ -97,19 +105,27 @@ def _multiply_partial(inner: Any, lora_b: Any) -> torch.Tensor:
 
     local_inner = inner.to_local(grad_placements=[Replicate()])
     local_b = lora_b.to_local(grad_placements=[Partial()])
-    return DTensor.from_local(F.linear(local_inner, local_b), inner.device_mesh, inner.placements, run_check=False)
+    product: torch.Tensor = DTensor.from_local(
+        F.linear(local_inner, local_b), inner.device_mesh, inner.placements, run_check=False
+    )
+    return product
 
 
-@functools.cache
+_ADAPTED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Adapted{cls.__name__}", (AdaptedLayer, cls), {})
+    """Return the class of an adapted layer of class ``cls``; always the same one, so that torch compiles it once."""
+    if cls not in _ADAPTED_CLASSES:
+        _ADAPTED_CLASSES[cls] = type(f"Adapted{cls.__name__}", (AdaptedLayer, cls), {})
+    return _ADAPTED_CLASSES[cls]
 
 
 def adapt_linear(module: nn.Module, low_rank: LowRank) -> None:
     """Give ``module``, a Linear layer or one of the kind that :class:`AdaptedLayer` describes, an adapter in place.
 
-    The parameters of the adapter are on the device of the module's first tensor, in fp32 and without values; those of the
-    module are frozen.
+    The parameters of the adapter are on the device of the module's first tensor, in fp32 and without values; those of
+    the module are frozen.
     """
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device
@@ -123,6 +139,7 @@ def adapt_linear(module: nn.Module, low_rank: LowRank) -> None:
     if low_rank.has_magnitude:
         module.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, device=device))
     module.lora_dropout = Dropout(low_rank.dropout)
+    module.sample_scope = SampleScope()  # type: ignore[assignment]
 
 
 def iter_adapted(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
@@ -131,6 +148,30 @@ def iter_adapted(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
         for name, module in part.named_modules():
             if isinstance(module, AdaptedLayer):
                 yield clean_fqn(name), module
+
+
+def pass_samples(model_part: nn.Module) -> None:
+    """Have the repeated layers pass their argument ``samples`` to the dropout of the adapters inside.
+
+    An adapted layer has only one argument. Without the samples' positions its masks would depend on the layout. Call it
+    before activation checkpointing, so that a recomputation passes them again.
+    """
+    for _, unit in data_parallel.repeated_layers(model_part):
+        layers = [m for _, m in iter_adapted(unit) if m.low_rank.dropout]
+        parameters = list(inspect.signature(unit.forward).parameters)
+        if layers and "samples" in parameters:
+            scope = SampleScope()
+            for layer in layers:
+                layer.sample_scope = scope
+            unit.forward = _record_samples(unit.forward, scope, parameters.index("samples"))
+
+
+def _record_samples(forward: Callable[..., Any], scope: SampleScope, position: int) -> Callable[..., Any]:
+    def forward_with_samples(*args: Any, **kwargs: Any) -> Any:
+        scope.samples = args[position] if len(args) > position else kwargs.get("samples")
+        return forward(*args, **kwargs)
+
+    return forward_with_samples
 
 
 def adapter_parameter_names(model: nn.Module) -> set[str]:

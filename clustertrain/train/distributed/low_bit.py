@@ -191,3 +191,13 @@ def frozen_matrices(model: nn.Module) -> dict[str, FrozenLinear | FrozenEmbeddin
 def packed_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the shapes of the matrices in 8 or 4 bits by the names of their weights."""
     return {name: m.matrix_shape for name, m in frozen_matrices(model).items() if m.is_packed}
+
+
+def check_split_by_inputs(name: str, module: nn.Module, tp: int) -> None:
+    """Raise ConfigError if a split of the inputs of a layer would cut a block of weights that share a scale."""
+    if isinstance(module, FrozenLinear) and module.is_packed and module.in_features % (BLOCK * tp):
+        raise ConfigError(
+            f"{name}: adapter.base_precision = {module.precision!r} with tp {tp} would cut a block of {BLOCK} weights: "
+            f"{module.in_features} inputs / {tp} = {module.in_features / tp:g}",
+            fix="use adapter.base_precision = 'bf16', or fsdp instead of tp",
+        )

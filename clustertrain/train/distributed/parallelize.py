@@ -16,7 +16,14 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, to_local_shard
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed import adapted_linear, block_transforms, data_parallel, dropout, low_bit, tied_weights
+from clustertrain.train.distributed import (
+    adapted_linear,
+    block_transforms,
+    data_parallel,
+    dropout,
+    low_bit,
+    tied_weights,
+)
 from clustertrain.train.distributed.mesh import ProcessGroups
 
 
@@ -65,6 +72,7 @@ def parallelize(
             context_parallel.apply(model_part, context, groups.cp_mesh)
         dropout.configure(model_part, context, seed)
         low_bit.configure(model_part, context)
+        adapted_linear.pass_samples(model_part)
         block_transforms.apply(model_part, context)
         if layout.is_fully_sharded and data_mesh is not None:
             data_parallel.shard(model_part, context, data_mesh)

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed import divisibility, dropout, tied_weights
+from clustertrain.train.distributed import adapted_linear, divisibility, dropout, low_bit, tied_weights
 
 STYLES: Mapping[str, str] = {
     "colwise": "a Linear split by outputs; takes the residual stream, returns this rank's features",
@@ -97,6 +97,12 @@ def check_plan(model: nn.Module, tp: int) -> None:
     for _, name, module, style in matched:
         _check_layer(name, module, style, tp)
     _check_covered(model, matched)
+    for name, module in adapted_linear.iter_adapted(model):
+        if module.low_rank.dropout:
+            raise ConfigError(
+                f"{name}: the dropout of its adapter would differ between the {tp} ranks that share the layer",
+                fix="set the dropout of the adapters to 0, or use tp = 1",
+            )
     dropout.check_no_attention_dropout(model, f"tp {tp}")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -129,6 +135,7 @@ def _check_layer(name: str, module: nn.Module, style: str, tp: int) -> None:
         divisibility.check(f"{name}.out_features", module.out_features, "tp", tp)
     elif isinstance(module, nn.Linear) and style == "rowwise":
         divisibility.check(f"{name}.in_features", module.in_features, "tp", tp)
+        low_bit.check_split_by_inputs(name, module, tp)
     elif isinstance(module, nn.Embedding) and style == "embedding":
         divisibility.check(f"{name}.num_embeddings", module.num_embeddings, "tp", tp)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.config.adapter import AdapterSpec
-from clustertrain.config.checks.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import list_patterns, matches
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
@@ -19,7 +19,6 @@ from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.distributed.adapted_linear import AdaptedLayer, LowRank
 
 KEY = "adapter.target_modules"
-MAX_LISTED = 4  # names in an error
 
 
 def build_spec(target_modules: Sequence[str], **values: Any) -> AdapterSpec:
@@ -70,26 +69,27 @@ def _draw(prefix: str, module: AdaptedLayer, seed: int) -> None:
 def find_targets(model: nn.Module, spec: AdapterSpec) -> list[str]:
     """Return the names of the layers of ``model`` that ``spec`` selects; raise as :func:`add_adapters` does."""
     modules = dict(model.named_modules())
-    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     bypassed = set(_list_bypassed(modules))
+    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) and name not in bypassed}
     selected: set[str] = set()
     for pattern in spec.target_modules:
-        found = {name for name in linear if matches(pattern, clean_fqn(name))}
         _check_fused(modules, pattern, bypassed)
-        if not found - bypassed:
+        found = {name for name in linear if matches(pattern, clean_fqn(name))}
+        if not found:
             raise ConfigError(
                 f"{KEY}: no Linear layer matches {pattern!r}",
-                fix=suggest_modules(pattern, [clean_fqn(n) for n in linear])
+                fix=list_patterns(map(clean_fqn, linear))
                 if linear
                 else f"{type(model).__name__} has no Linear layer: remove [adapter]",
             )
-        selected |= found - bypassed
-    for name in linear:
-        if name in selected and spec.rank > min(linear[name].weight.shape):
+        selected |= found
+    for name, layer in linear.items():
+        smaller = min(layer.out_features, layer.in_features)
+        if name in selected and spec.rank > smaller:
             raise ConfigError(
                 f"adapter.rank = {spec.rank} exceeds the smaller side of {clean_fqn(name)}, a matrix of "
-                f"{linear[name].out_features} x {linear[name].in_features}",
-                fix=f"set it to {min(linear[name].weight.shape)} or less, or leave this layer out of target_modules",
+                f"{layer.out_features} x {layer.in_features}",
+                fix=f"set it to {smaller} or less, or leave this layer out of target_modules",
             )
     return [name for name in linear if name in selected]
 
@@ -108,7 +108,7 @@ def _check_fused(modules: dict[str, nn.Module], pattern: str, bypassed: set[str]
             continue
         fused = [n for n, p in module.named_parameters(recurse=False) if p.dim() >= 2]
         if name in bypassed or (fused and not isinstance(module, nn.Linear)):
-            what = f"holds {', '.join(fused[:MAX_LISTED])}" if fused else "is inside an attention that does not call it"
+            what = "is inside an attention that does not call it" if name in bypassed else f"holds {', '.join(fused)}"
             raise ConfigError(
                 f"{KEY}: {pattern!r} matches {clean_fqn(name)}, a {type(module).__name__}, which {what}: only a Linear "
                 "layer can have an adapter, not a fused one",

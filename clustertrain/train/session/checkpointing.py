@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class SessionCheckpointer:
         self._save_started_at: dict[int, float] = {}  # by step, UTC epoch s
         self._interval: CheckpointInterval | None = None
         self._save_requested = False
-        self._about: Mapping[str, Any] = {}
+        self._about: dict[str, Any] = {}
+        self.adapter: dict[str, Any] | None = None
+        """Settings and base of the model's adapters, which the checkpoints record; None without adapters."""
         self._policy = RetentionPolicy()
         self._early_stopping: EarlyStopping | None = None  # set if the best checkpoint by its metric is kept
         self._manager: CheckpointManager | None = None
@@ -106,7 +109,10 @@ class SessionCheckpointer:
             self._manager.close()
         self._interval = checkpointing_config.build_interval(self._context, every) if every is not None else None
         config = checkpointing_config.build_config(self._context, keep, early_stopping)
-        self._about, self._policy = config.about, config.policy
+        self._about, self._policy = dict(config.about), config.policy
+        if self.adapter is not None:
+            self._about["adapter"] = self.adapter
+        config = replace(config, about=self._about)
         is_best_kept = early_stopping is not None and config.policy.best == early_stopping.metric
         self._early_stopping = early_stopping if is_best_kept else None
         self._manager = CheckpointManager(
@@ -237,6 +243,10 @@ class SessionCheckpointer:
 
     def _check_origin(self, origin: CheckpointOrigin) -> None:
         resume_check.check_origin(origin, self._context, self._about, Ranks(self._ranks_group))
+        before = origin.about.get("adapter")
+        if self.adapter is not None and isinstance(before, dict):
+            # What the first attempt started from, whatever is there now.
+            self.adapter.update({key: before[key] for key in ("base", "base_sha256") if key in before})
 
     def _report_rollback(self, t_begin: float, rollback: Rollback, target: RollbackTarget, step: int) -> None:
         self._emit_event(

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import model_parts
-from clustertrain.train.distributed import adapted_linear, low_bit
+from clustertrain.train.distributed import low_bit
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info
-from clustertrain.train.session import pretrained
+from clustertrain.train.session import adapter_setup, pretrained
+from clustertrain.train.session.adapter_setup import AdapterSetup
 from clustertrain.train.session.pretrained import PretrainedWeights
 from clustertrain.train.session.runtime import SessionRuntime
 from clustertrain.train.stability import warnings
@@ -51,8 +52,10 @@ def prepare_model(
     freeze: Sequence[str],
     unfreeze: Iterable[tuple[int, Sequence[str]]],
     weights: PretrainedWeights | None = None,
+    adapter: AdapterSetup | None = None,
 ) -> PreparedModel:
-    """Freeze and parallelize ``model``, and load its ``weights``; see ``Session.parallelize``. Collective.
+    """Freeze and parallelize ``model``, and load its ``weights`` and those of its ``adapter``, unless a checkpoint will
+    replace them; see ``Session.parallelize``. Collective.
 
     Raises:
         ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
@@ -62,12 +65,31 @@ def prepare_model(
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
     packed = low_bit.packed_shapes(model)
     parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
-    if weights is None:
-        adapted_linear.fill_magnitudes(parallelized)
-    else:
-        pretrained.load_unless_resuming(runtime, parallelized, weights, packed)
+    if adapter is not None:
+        runtime.checkpointer.adapter = adapter.describe(weights)
+    if weights is not None or adapter is not None:
+        _load_unless_resuming(runtime, parallelized, weights, packed, adapter)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
+
+
+def _load_unless_resuming(
+    runtime: SessionRuntime,
+    model: nn.Module,
+    weights: PretrainedWeights | None,
+    packed: Mapping[str, tuple[int, int]],
+    adapter: AdapterSetup | None,
+) -> None:
+    def load() -> None:
+        if weights is not None:
+            pretrained.load(runtime, model, weights, packed)
+        if adapter is not None:
+            adapter_setup.load(runtime, model, adapter, weights)
+
+    if runtime.checkpointer.has_committed():
+        runtime.state.load_initial_weights = load
+    else:
+        load()
 
 
 def report_eval_mode(runtime: SessionRuntime, names: Sequence[str], *, switched: bool = False) -> None:

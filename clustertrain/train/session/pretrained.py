@@ -18,7 +18,6 @@ from clustertrain.checkpoint.load.pretrained import load_pretrained
 from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.session.runtime import SessionRuntime
 
-
 log = logging.getLogger(__name__)
 
 MAX_UNPACKED = 1 << 28  # elements of the matrices that are in memory in fp32 at the same time: 1 GiB
@@ -43,9 +42,7 @@ class PretrainedWeights:
         """
         tensors = {clean_fqn(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
         packed = low_bit.packed_shapes(self.model)
-        shapes = {
-            file_name: packed.get(name) or tuple(tensors[name].shape) for name, file_name in self.names.items()
-        }
+        shapes = {file_name: packed.get(name) or tuple(tensors[name].shape) for name, file_name in self.names.items()}
         safetensors_files.check_tensors(
             safetensors_files.read_weight_files(self.path), shapes, type(self.model).__name__
         )
@@ -65,10 +62,10 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     return PretrainedWeights(model, path.expanduser(), names)
 
 
-def load_unless_resuming(
+def load(
     runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights, packed: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Load ``weights`` into the parallelized ``model``, unless a checkpoint will replace them. Collective.
+    """Load ``weights`` into the parallelized ``model``, but not into its adapters. Collective.
 
     Args:
         packed: shapes of the matrices of the whole model that are stored in 8 or 4 bits.
@@ -76,23 +73,15 @@ def load_unless_resuming(
     Raises:
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
-
-    def load() -> None:
-        started = clock.now()
-        attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
-        _load(model, weights, packed, Ranks(runtime.groups.checkpoint), f"pretrained-{attempt}")
-        adapted_linear.fill_magnitudes(model)
-        load_s = clock.now() - started
-        runtime.events.emit(
-            "pretrained_loaded", path=str(weights.path), tensors=len(weights.names), t_begin=started, load_s=load_s
-        )
-        if runtime.is_main:
-            log.info("%s: %d tensors loaded in %.1f s", weights.path, len(weights.names), load_s)
-
-    if runtime.checkpointer.has_committed():
-        runtime.state.load_initial_weights = load
-    else:
-        load()
+    started = clock.now()
+    attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
+    _load(model, weights, packed, Ranks(runtime.groups.checkpoint), f"pretrained-{attempt}")
+    load_s = clock.now() - started
+    runtime.events.emit(
+        "pretrained_loaded", path=str(weights.path), tensors=len(weights.names), t_begin=started, load_s=load_s
+    )
+    if runtime.is_main:
+        log.info("%s: %d tensors loaded in %.1f s", weights.path, len(weights.names), load_s)
 
 
 def _load(
@@ -112,7 +101,13 @@ def _load(
         matrices = {name: modules[name].empty_matrix() for name in batch if name in modules}
         names = {name: weights.names[name] for name in batch}
         load_pretrained(
-            model, weights.path, names, ranks, token=f"{token}-{n}", untouched=all_names - names.keys(), instead=matrices
+            model,
+            weights.path,
+            names,
+            ranks,
+            token=f"{token}-{n}",
+            untouched=all_names - names.keys(),
+            instead=matrices,
         )
         for name, matrix in matrices.items():
             modules[name].load_matrix(matrix)

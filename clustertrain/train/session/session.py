@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from clustertrain.config.low_bit import BasePrecision
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
@@ -27,7 +28,8 @@ from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.models import adapters
 from clustertrain.train.optim import build, param_groups, registry
 from clustertrain.train.optim.lr_schedule import unscaled_lr
-from clustertrain.train.session import evaluation_api, pretrained
+from clustertrain.train.session import adapter_setup, evaluation_api, pretrained
+from clustertrain.train.session.adapter_setup import AdapterSetup
 from clustertrain.train.session.metrics_writer import Scalar
 from clustertrain.train.session.model_setup import PreparedModel, build_train_step, prepare_model
 from clustertrain.train.session.runtime import (
@@ -77,6 +79,7 @@ class Session:
         self._options = options
         self._state = SessionState()
         self._pretrained: pretrained.PretrainedWeights | None = None
+        self._adapter: AdapterSetup | None = None
         self._prepared_model: PreparedModel | None = None
         self._runtime: SessionRuntime | None = None
 
@@ -171,21 +174,27 @@ class Session:
         rank_stabilized: bool = False,
         dropout: float = 0.0,
         base_precision: BasePrecision = "unchanged",
+        init: str | Path = "",
+        rename: Callable[[str], str] | None = None,
     ) -> nn.Module:
         """Freeze ``model``, give Linear layers low-rank adapters, and return ``model``. Call it before
         :meth:`parallelize`.
 
-        The layers keep their parameters and names; each gets the parameters ``lora_A`` (rank, in_features) and ``lora_B``
-        (out_features, rank), and with ``"dora"`` also ``lora_magnitude_vector`` (out_features,).
+        The layers keep their parameters and names; each gets the parameters ``lora_A`` (rank, in_features) and
+        ``lora_B`` (out_features, rank), and with ``"dora"`` also ``lora_magnitude_vector`` (out_features,).
 
         Args:
-            target_modules: patterns of module names: each Linear layer that matches, or is inside a module that matches,
-                gets an adapter.
+            target_modules: patterns of module names: each Linear layer that matches, or is inside a module that
+                matches, gets an adapter.
             kind, rank, alpha, rank_stabilized, dropout, base_precision: as in the recipe's ``[adapter]``.
+            init: folder of an adapter to start from, in the format of PEFT. Its values are not read if the run resumes
+                from a checkpoint.
+            rename: returns the name in PEFT's files for the name of a layer of ``model``; default: the same.
 
         Raises:
             ConfigError: a value is out of range; a pattern matches no Linear layer, or a fused one; the rank exceeds a
-                side of a matrix; the model has adapters already.
+                side of a matrix; the model has adapters already; ``init`` is an adapter of another kind or model.
+            NotFound: a file of ``init`` is missing.
         """
         spec = adapters.build_spec(
             kind=kind,
@@ -195,8 +204,9 @@ class Session:
             dropout=dropout,
             base_precision=base_precision,
             target_modules=target_modules,
+            init=str(init),
         )
-        adapters.add_adapters(model, spec, get_runtime(self).seed)
+        self._adapter = adapter_setup.add(model, spec, get_runtime(self).seed, rename)
         return model
 
     def parallelize(
@@ -227,7 +237,8 @@ class Session:
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
         weights = self._pretrained if self._pretrained is not None and self._pretrained.model is model else None
-        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, weights)
+        adapter = self._adapter if self._adapter is not None and self._adapter.model is model else None
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, weights, adapter)
         self._state.model = self._prepared_model.model
         return self._prepared_model.model
 

@@ -46,7 +46,10 @@ def list_cells() -> Iterator[tuple[str, MemoryCell]]:
     """Yield the kind of fine-tune and the cell of each job."""
     for model, layout, micro_batch, grad_accum, precision in LAYOUTS:
         for kind, adapter in FINE_TUNES.items():
-            document = {"model": {**MODELS[model], "layers": int(__import__("os").environ.get("LAYERS", LAYERS))}, "data": {"seq_len": SEQ_LEN}}
+            document = {
+                "model": {**MODELS[model], "layers": LAYERS},
+                "data": {"seq_len": SEQ_LEN},
+            }
             recipe = build({**document, **({"adapter": adapter} if adapter else {})}, Recipe, "recipe")
             samples = micro_batch * grad_accum * layout.data_parallel
             batch = Batch(

@@ -17,8 +17,8 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import checks, pipeline_schedules
 from clustertrain.plan.cost import frameworks, memory
 from clustertrain.plan.cost.activations import PassConfig
-from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.adapter_shape import find_adapter
+from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.optimizer_state import estimate_adapter_state, estimate_state
 from clustertrain.plan.layout import Batch, Layout, Strategy
 from clustertrain.plan.optimizer_checks import check_optimizer

@@ -27,6 +27,7 @@ def save(
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any] | None = None,
     recipe: Recipe | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Path:
     manager = CheckpointManager(
         root,
@@ -36,7 +37,7 @@ def save(
             layout={"strategy": "single"},
             policy=RetentionPolicy(keep=100),
             async_save=False,
-            about={"recipe": msgspec.to_builtins(recipe)} if recipe else {},
+            about={**({"recipe": msgspec.to_builtins(recipe)} if recipe else {}), **(about or {})},
         ),
     )
     saved = manager.save(step, state, rank_state)
