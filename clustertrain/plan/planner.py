@@ -11,6 +11,7 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan import checks, pipeline_schedules
+from clustertrain.plan.cost.adapter_shape import find_adapter
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.decide import decide, decide_for_script
@@ -234,11 +235,13 @@ def flops_per_step(spec: RunSpec, global_batch: int) -> float:
     """Return the FLOPs of the decoder in one optimizer step over all ranks, forward and backward.
 
     6 per matmul parameter and token, 12 L s h for attention scores (arXiv 2205.05198, appendix A, without
-    recomputation; causal masking is not deducted).
+    recomputation; causal masking is not deducted). A frozen parameter under adapters has no gradient: 4.
     """
     model, seq_len = spec.recipe.model, spec.recipe.data.seq_len
     matmul = model.parameters() - model.vocab_size * model.dim * (0 if model.tie_embeddings else 1)
-    flops_per_token = 6 * matmul + 12 * model.layers * seq_len * model.attention_dim
+    adapter = find_adapter(spec.recipe.adapter, model)
+    per_token = 6 * matmul if adapter is None else 4 * matmul + 6 * adapter.trained_elements(model)
+    flops_per_token = per_token + 12 * model.layers * seq_len * model.attention_dim
     return float(flops_per_token * seq_len * global_batch)
 
 

@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import msgspec
 
+from clustertrain.config.checks import adapter_checks
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import presets
 from clustertrain.plan import checks, non_decoder, optimizer_checks, pipeline_schedules
 from clustertrain.plan.attention import AttentionChoice
 from clustertrain.plan.batch import DEFAULT_GLOBAL_BATCH, check_divides, default_global_batch, split_batch
-from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model
+from clustertrain.plan.cost import adapter_shape, frameworks, memory, optimizer_state, user_model
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.hardware_rates import build_machine, find_gpu_type
 from clustertrain.plan.cost.memory import SAFE_FRACTION, MemoryEstimate
+from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.layout import (
     SHARDED_STRATEGIES,
@@ -60,20 +62,28 @@ class PlanRequest:
         )  # None: memory is not estimated from shapes
         self.model_kind = "" if model.entry else model.kind
         self.gpu_name = self.gpu.name if self.gpu else ""
-        self.optimizer_state = (
-            optimizer_state.estimate_state(spec.recipe.optim, self.decoder) if self.decoder is not None else None
-        )
+        self.adapter = adapter_shape.find_adapter(spec.recipe.adapter, model) if self.decoder is not None else None
+        self.optimizer_state = self._size_optimizer_state()
         if spec.script is None and self.decoder is None and self.model_kind:
             optimizer_checks.check_modules(spec.recipe.optim, optimizer_checks.list_modules(model))
         framework = frameworks.with_compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
         framework = replace(framework, whole_logits=spec.recipe.objective.label_smoothing > 0)
         if self.attention.backend == "math":
             framework = replace(framework, plain_attention=True)
-        self.framework = (
-            frameworks.with_optimizer(framework, spec.recipe.optim, self.optimizer_state)
-            if self.optimizer_state is not None
-            else framework
-        )
+        if self.optimizer_state is None:
+            self.framework = framework
+        elif self.adapter is not None:
+            self.framework = frameworks.with_adapter(framework, spec.recipe.optim, self.adapter, self.optimizer_state)
+        else:
+            self.framework = frameworks.with_optimizer(framework, spec.recipe.optim, self.optimizer_state)
+
+    def _size_optimizer_state(self) -> OptimizerStateSize | None:
+        optim = self.spec.recipe.optim
+        if self.decoder is None:
+            return None
+        if self.adapter is None:
+            return optimizer_state.estimate_state(optim, self.decoder)
+        return optimizer_state.estimate_adapter_state(optim, self.decoder, self.adapter)
 
     def requested_strategy(self) -> tuple[Strategy | None, str]:
         """Return the strategy that the user requested by name or degrees, and the reason; (None, '') if none."""
@@ -151,6 +161,7 @@ class PlanRequest:
         layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.is_fully_sharded)
         if self.decoder is not None:
             checks.check_decoder_layout(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
+            adapter_checks.check_base(self.spec.recipe, layout.tp)
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
         if self.spec.script is None:

@@ -105,6 +105,7 @@ def _add_adapters(session: Session, recipe: Recipe, model: nn.Module) -> None:
         alpha=spec.alpha,
         rank_stabilized=spec.rank_stabilized,
         dropout=spec.dropout,
+        base_precision=spec.base_precision,
         init=spec.init,
         rename=rename,
     )

@@ -5,15 +5,14 @@ Each rank reads the bytes that it needs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
-from clustertrain import clock
 from clustertrain.checkpoint.core import state_dict
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.checkpoint.core.ranks import Ranks
@@ -23,13 +22,18 @@ from clustertrain.checkpoint.format.safetensors_files import WeightFiles
 from clustertrain.checkpoint.load.reader import CheckpointReader
 from clustertrain.errors import CheckpointError, ClusterTrainError
 
-log = logging.getLogger(__name__)
-
 _KEY = "model"  # of the module in the state that is loaded
 
 
 def load_pretrained(
-    model: nn.Module, path: Path, names: Mapping[str, str], ranks: Ranks, *, token: str, untouched: Collection[str] = ()
+    model: nn.Module,
+    path: Path,
+    names: Mapping[str, str],
+    ranks: Ranks,
+    *,
+    token: str,
+    untouched: Collection[str] = (),
+    instead: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fill ``model`` with the tensors of the safetensors files or the checkpoint ``path``. Collective.
 
@@ -39,19 +43,19 @@ def load_pretrained(
         names: the file's name of each tensor, by its name in the whole model. Other tensors of the files are ignored.
             Tensors of the model whose name is in ``untouched`` keep their values.
         token: identifies this load on all ranks of a node.
+        instead: tensors to fill instead of those of the model, by their names.
 
     Raises:
         CheckpointError: on all ranks, if any rank could not read, or a tensor is missing or has another shape.
         StorageError: on all ranks, if the file system of any rank failed.
     """
-    started = clock.monotonic()
     reader: CheckpointReader | None = None
     failure: Failure | None = None
     finish = None
     try:
         files = read_weights(path)
         reader = CheckpointReader(files.folder, _to_manifest(files, names, token), ranks)
-        finish = reader.load({_KEY: _Selection(model, untouched) if untouched else model})
+        finish = reader.load({_KEY: _Selection(model, untouched, instead or {}) if untouched or instead else model})
     except ClusterTrainError as e:
         failure = Failure(message=e.message, kind="objects")
     try:
@@ -65,28 +69,27 @@ def load_pretrained(
         raise error_from_failures(f"{path}: the weights cannot be loaded", failures)
     if finish is not None:
         finish()
-    if ranks.rank == 0:
-        log.info("%s: %d tensors loaded in %.1f s", path, len(names), clock.monotonic() - started)
 
 
 class _Selection(nn.Module):
     """The tensors of a model, in its stages, except those that keep their values."""
 
-    def __init__(self, model: nn.Module, untouched: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, untouched: Collection[str], instead: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.pipeline_stages = [_SelectionOfPart(part, untouched) for part in state_dict.model_parts(model)]
+        self.pipeline_stages = [_SelectionOfPart(part, untouched, instead) for part in state_dict.model_parts(model)]
         self.global_fqns = frozenset(state_dict.all_stage_fqns(model)) - frozenset(untouched)
 
 
 class _SelectionOfPart(nn.Module):
-    def __init__(self, part: nn.Module, untouched: Collection[str]) -> None:
+    def __init__(self, part: nn.Module, untouched: Collection[str], instead: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._part = [part]  # in a list, so that its parameters do not get other names here
         self._untouched = untouched
+        self._instead = instead
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        content = self._part[0].state_dict(**options)
-        return {name: value for name, value in content.items() if state_dict.clean_fqn(name) not in self._untouched}
+        content = {state_dict.clean_fqn(name): value for name, value in self._part[0].state_dict(**options).items()}
+        return {name: self._instead.get(name, value) for name, value in content.items() if name not in self._untouched}
 
 
 def _complete(reader: CheckpointReader) -> Failure | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from clustertrain.checkpoint.format import dtypes
@@ -15,6 +16,7 @@ from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.inspect import assemble_tensor
 from clustertrain.config.adapter import AdapterSpec
+from clustertrain.config.low_bit import BLOCK, NF4_VALUES, SCALE_BYTES, block_bytes
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import CheckpointError
 
@@ -33,6 +35,10 @@ class SavedAdapter:
     """Hash of these weights; empty if this is unknown."""
     tensors: Mapping[str, TensorRecord]
     """All tensors of the model, by name."""
+
+    packed: Mapping[str, TensorRecord]
+    """The records, as they are stored, of the matrices in 8 or 4 bits, by their names in the checkpoint. In ``tensors``
+    they are fp32 matrices."""
 
     @property
     def layers(self) -> list[str]:
@@ -62,6 +68,14 @@ class SavedAdapter:
         """Return the content of ``adapter_config.json``; ``names`` as for :meth:`name_for_peft`."""
         all_names = names.values()
         return to_peft_config(self.spec, [names[layer] for layer in self.layers], all_names, self.base, task_type)
+
+    def read(self, record: TensorRecord) -> dtypes.Raw:
+        """Return the bytes of a tensor of ``tensors``, (elements, itemsize); packed ones are unpacked to fp32."""
+        stored = self.packed.get(record.name)
+        if stored is None:
+            return assemble_tensor(self.folder, record).reshape(-1, record.itemsize)
+        blocks = assemble_tensor(self.folder, stored).reshape(stored.shape)
+        return dtypes.encode(unpack(blocks, record.shape[1]).reshape(-1), "float32")
 
     def merge(self, name: str, raw: dtypes.Raw) -> dtypes.Raw:
         """Return the weight ``name`` of an adapted layer in fp32, with the adapter's change.
@@ -97,4 +111,21 @@ def find_adapter(folder: Folder, manifest: Manifest, tensors: Mapping[str, Tenso
     if not isinstance(about, dict) or not any(name.endswith(f".{_A}") for name in tensors):
         return None
     spec = build(about.get("spec", {}), AdapterSpec, f"{folder}: adapter")
-    return SavedAdapter(folder, spec, str(about.get("base", "")), str(about.get("base_sha256", "")), tensors)
+    shapes: Mapping[str, Any] = about.get("packed", {})
+    packed = {tensors[name].name: tensors[name] for name in shapes if name in tensors}
+    logical = {
+        name: replace(t, dtype="float32", itemsize=4, shape=tuple(shapes[name])) if t.name in packed else t
+        for name, t in tensors.items()
+    }
+    return SavedAdapter(folder, spec, str(about.get("base", "")), str(about.get("base_sha256", "")), logical, packed)
+
+
+def unpack(blocks: NDArray[np.uint8], columns: int) -> NDArray[np.float32]:
+    """Return the matrix (rows, ``columns``) of packed ``blocks``; see :mod:`clustertrain.checkpoint.format.low_bit`."""
+    scales = np.ascontiguousarray(blocks[..., :SCALE_BYTES]).view(np.float32)
+    codes = np.ascontiguousarray(blocks[..., SCALE_BYTES:])
+    if blocks.shape[-1] == block_bytes("int8"):
+        values = codes.view(np.int8).astype(np.float32)
+    else:
+        values = np.array(NF4_VALUES, np.float32)[np.stack((codes & 15, codes >> 4), axis=-1)]
+    return (values.reshape(*blocks.shape[:2], BLOCK) * scales).reshape(len(blocks), -1)[:, :columns]

@@ -102,7 +102,7 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
     adapter = find_adapter(request.folder, manifest, tensors)
     if request.merge and adapter is None:
         raise UsageError(f"--merge: {request.folder} has no adapter", fix="leave out --merge")
-    content = _Content(request, manifest, tensors, adapter)
+    content = _Content(request, manifest, tensors if adapter is None else adapter.tensors, adapter)
     names: Naming = "own" if content.recipe is None else "huggingface"
     items = [_make_item(n, t, request.dtype) for n, t in content.named_tensors]
     if request.format == "safetensors":
@@ -142,6 +142,7 @@ class _Content:
         adapter: SavedAdapter | None,
     ) -> None:
         self.adapter = adapter
+        self._folder = request.folder
         self._merges = request.merge
         self.is_adapter_alone = adapter is not None and not request.merge and request.format == "safetensors"
         base = adapter.base_tensors if adapter is not None and (request.merge or self.is_adapter_alone) else tensors
@@ -159,6 +160,12 @@ class _Content:
         """Return whether the tensor's values change."""
         layer, _, own = self._own_names.get(tensor.name, "").rpartition(".")
         return self._merges and self.adapter is not None and own == "weight" and layer in self.adapter.layers
+
+    def read(self, tensor: TensorRecord) -> dtypes.Raw:
+        """Return the bytes of a tensor, (elements, itemsize)."""
+        if self.adapter is not None:
+            return self.adapter.read(tensor)
+        return assemble_tensor(self._folder, tensor).reshape(-1, tensor.itemsize)
 
     def merge(self, tensor: TensorRecord, raw: dtypes.Raw) -> dtypes.Raw:
         """Return the merged values of the bytes of a tensor, in fp32."""
@@ -305,7 +312,7 @@ def _write(
 
     def read_tensor(item: ExportTensor) -> Iterator[memoryview]:
         nonlocal done_bytes
-        raw, dtype = assemble_tensor(request.folder, item.record).reshape(-1, item.record.itemsize), item.record.dtype
+        raw, dtype = content.read(item.record), item.record.dtype
         if content.is_merged(item.record):
             raw, dtype = content.merge(item.record, raw), "float32"
         yield from dtypes.convert(raw, dtype, item.dtype, item.name)

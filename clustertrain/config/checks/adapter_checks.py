@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from clustertrain import settings
 from clustertrain.config.checks.module_patterns import list_patterns, matches
 from clustertrain.config.huggingface import tensor_names
+from clustertrain.config.low_bit import BLOCK
 from clustertrain.config.model import ModelSpec
-from clustertrain.errors import NotFound
+from clustertrain.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
     from clustertrain.config.recipe import Recipe
@@ -33,6 +34,25 @@ def check_adapter(recipe: Recipe) -> None:
         )
     if not recipe.model.entry:
         find_targets(recipe)
+
+
+def check_base(recipe: Recipe, tp: int) -> None:
+    """Raise ConfigError if the matrices of a built-in decoder in 8 or 4 bits cannot be split over ``tp`` ranks."""
+    spec, model = recipe.adapter, recipe.model
+    if tp == 1 or spec.base_precision not in ("int8", "nf4") or not model.is_decoder:
+        return
+    widths = {"model.heads x head size": model.attention_dim, "model.ffn_dim": model.hidden}
+    cut = [
+        f"{key} = {width} ({width} / {tp} = {width / tp:g})" for key, width in widths.items() if width % (BLOCK * tp)
+    ]
+    if cut:
+        fitting = [str(n) for n in range(2, tp) if not any(width % (BLOCK * n) for width in widths.values())]
+        degrees = f"--tp {' or '.join(fitting)}, " if fitting else ""
+        raise ConfigError(
+            f"adapter.base_precision = {spec.base_precision!r} with tp {tp}: {BLOCK} weights of a row share a scale, "
+            f"and tp would cut such a block of {', '.join(cut)}",
+            fix=f"use {degrees}adapter.base_precision = 'bf16', or fsdp instead of tp",
+        )
 
 
 def find_targets(recipe: Recipe) -> dict[str, tuple[int, ...]]:

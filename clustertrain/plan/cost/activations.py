@@ -180,7 +180,7 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     norm = norm_input * model.dim
     head_norms = norm_input * (model.attention_dim + model.kv_dim) * model.qk_norm
     mask = model.dim * (dtype_bytes if cpu else 1) if model.dropout else 0
-    linear_inputs = (5 if config.autocast else 2) * model.dim / (sp_degree if framework.regathers else 1)
+    linear_inputs = _linear_inputs(config, framework) * model.dim / (sp_degree if framework.regathers else 1)
     is_gathered = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
     is_built_in_on_gpu = framework.is_built_in and not cpu
     repeats_kv = framework.repeats_kv or (
@@ -190,18 +190,45 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     if framework.keeps_fp8 and config.precision == "fp8":  # also attention's output and the last product
         linear_inputs = linear_inputs / 2 - (model.attention_dim + model.hidden) / (2 * tp)
     copies = cpu or (is_built_in_on_gpu and config.compute_bytes == 2)
-    attention = (3 if copies else 2) * model.attention_dim + 2 * kv * (layout.cp if is_gathered else 1)
+    copies *= _is_input_kept(framework, "attention.out")
+    attention = (2 + copies) * model.attention_dim + 2 * kv * (layout.cp if is_gathered else 1)
     own_mask = config.seq_len / config.micro_batch if is_gathered and not config.has_document_mask else 0
     sharded_elements = (attention + _feed_forward_elements(model, framework)) / tp + own_mask
     statistics = 4 * (model.heads / tp + 2 / sp_degree) + _score_bytes(model, config, framework) / tp
-    kept = dtype_bytes * (linear_inputs + sharded_elements) + statistics
+    kept = dtype_bytes * (linear_inputs + sharded_elements + _adapter_elements(model, layout, framework)) + statistics
     return 2 * (norm + mask) / sp_degree + head_norms / tp + kept
 
 
+def _linear_inputs(config: PassConfig, framework: Framework) -> float:
+    """Return how many copies of the norms' outputs linear layers keep, for the gradients of trained weights."""
+    first, second = ("attention.q", "attention.k", "attention.v"), ("ffn.gate", "ffn.up")
+    if config.autocast:  # each layer casts its input
+        return sum(_is_input_kept(framework, name) for name in (*first, *second))
+    return sum(max(_is_input_kept(framework, name) for name in names) for names in (first, second))
+
+
+def _is_input_kept(framework: Framework, name: str) -> float:
+    """Return the fraction of the blocks in which a linear layer keeps its input: 1 if its weight is trained."""
+    return 1.0 if framework.adapter is None else framework.adapter.share_of.get(name, 0.0)
+
+
+def _adapter_elements(model: DecoderShape, layout: Layout, framework: Framework) -> float:
+    """Return the elements per token that the adapters of a block keep besides the inputs of their layers."""
+    adapter = framework.adapter
+    if adapter is None:
+        return 0.0
+    total = 0.0
+    for name, (rows, columns) in adapter.split_matrices(model, layout.tp).items():
+        own = adapter.rank + columns * adapter.has_dropout + 2 * rows * adapter.has_magnitude
+        total += adapter.share_of.get(name, 0.0) * own
+    return total
+
+
 def _feed_forward_elements(model: DecoderShape, framework: Framework) -> float:
+    product = _is_input_kept(framework, "ffn.down")
     if not model.gated:
-        return 2 * model.hidden
-    return (3 if framework.fused_mlp else 4) * model.hidden
+        return (1 + product) * model.hidden
+    return ((2 if framework.fused_mlp else 3) + product) * model.hidden
 
 
 def _score_bytes(model: DecoderShape, config: PassConfig, framework: Framework) -> float:
@@ -241,6 +268,8 @@ def saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, f
     outputs = op_outputs / layout.tp + 2 * model.dim
     if mode == "selective_op":
         outputs = model.dim / layout.tp + (outputs - model.dim / layout.tp) / 2
+    if framework.adapter is not None:
+        outputs += framework.adapter.output_elements(model, layout.tp)
     return input_bytes + config.compute_bytes * outputs + 4 * model.heads / layout.tp
 
 
@@ -277,7 +306,8 @@ def saved_bytes(
         kept_bytes += model.dim * (config.residual_bytes if cpu else 1) / sp_degree
     if stage.head:
         norm_input = (2 * 4 if cpu else config.residual_bytes) * model.dim / sp_degree
-        return kept_bytes + norm_input + config.compute_bytes * model.dim
+        head_input = config.compute_bytes * model.dim if framework.adapter is None or framework.adapter.head else 0
+        return kept_bytes + norm_input + head_input
     return kept_bytes + config.residual_bytes * model.dim / sp_degree  # sent to the next stage
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clustertrain.config.hardware import GpuType
+from clustertrain.config.low_bit import BasePrecision
+from clustertrain.plan.cost.adapter_shape import AdapterShape
 from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
 
@@ -28,6 +31,8 @@ class CostConstants:
 
 
 FITTED_CONSTANTS = CostConstants()
+# Bytes that unpacking a weight for a product moves: codes, their 32-bit indices, values in fp32 and in 16 bits.
+UNPACK_BYTES: Mapping[BasePrecision, float] = {"unchanged": 0.0, "bf16": 0.0, "int8": 19.0, "nf4": 23.0}
 
 
 @dataclass(frozen=True)
@@ -94,12 +99,34 @@ def matmul_s(m: float, n: float, k: float, rate: float, memory: float, dtype_byt
     return max(flops / rate * slowdown, (m * k + k * n + m * n) * dtype_bytes / memory)
 
 
-def linear_s(tokens: float, inputs: float, outputs: float, r: GpuRates, c: CostConstants) -> tuple[float, float]:
-    """Return the (forward, backward) seconds of a linear layer; backward has two matmuls of the same size."""
+def linear_s(
+    tokens: float, inputs: float, outputs: float, r: GpuRates, c: CostConstants, *, is_frozen: bool = False
+) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of a linear layer.
+
+    Backward has two matmuls of the same size; without the gradient of a frozen weight, one.
+    """
     m, rate, memory, dtype_bytes = tokens, r.matmul, r.memory, r.dtype_bytes
     forward = matmul_s(m, outputs, inputs, rate, memory, dtype_bytes, c)
     backward = matmul_s(m, inputs, outputs, rate, memory, dtype_bytes, c)
+    if is_frozen:
+        return forward, backward
     return forward, backward + matmul_s(inputs, outputs, m, rate, memory, dtype_bytes, c)
+
+
+def adapter_s(
+    model: DecoderShape, tokens: float, tp: int, adapter: AdapterShape, r: GpuRates, c: CostConstants
+) -> tuple[float, float]:
+    """Return the (forward, backward) seconds that adapters add to a block: their matmuls, and unpacking the base."""
+    forward = backward = 0.0
+    matrices = adapter.split_matrices(model, tp)
+    for name, (outputs, inputs) in matrices.items():
+        for n, k in ((adapter.rank, inputs), (outputs, adapter.rank)):
+            times = linear_s(tokens, k, n, r, c)
+            forward += adapter.share_of.get(name, 0.0) * times[0]
+            backward += adapter.share_of.get(name, 0.0) * times[1]
+    unpack_s = sum(n * k for n, k in matrices.values()) * UNPACK_BYTES[adapter.base_precision] / r.memory
+    return forward + unpack_s, backward + unpack_s
 
 
 def block_s(
@@ -126,9 +153,15 @@ def block_s(
     up = (2 if model.gated else 1) * hidden
     forward = backward = 0.0
     for inputs, outputs in ((dim, qkv_width / tp), (attention_dim / tp, dim), (dim, up / tp), (hidden / tp, dim)):
-        linear_forward, linear_backward = linear_s(tokens, inputs, outputs, r, c)
+        linear_forward, linear_backward = linear_s(
+            tokens, inputs, outputs, r, c, is_frozen=framework.adapter is not None
+        )
         forward += linear_forward
         backward += linear_backward
+    if framework.adapter is not None:
+        added_forward, added_backward = adapter_s(model, tokens, tp, framework.adapter, r, c)
+        forward += added_forward
+        backward += added_backward
     attention, attention_backward = _attention_s(model, tokens, seq_len, tp, framework, r, c)
     if is_masked:
         attention, attention_backward = 2 * attention, 2 * attention_backward
@@ -167,11 +200,17 @@ def _attention_s(
 
 
 def head_s(
-    model: DecoderShape, tokens: float, tp: int, r: GpuRates, c: CostConstants = FITTED_CONSTANTS
+    model: DecoderShape,
+    tokens: float,
+    tp: int,
+    r: GpuRates,
+    c: CostConstants = FITTED_CONSTANTS,
+    *,
+    is_frozen: bool = False,
 ) -> tuple[float, float]:
     """Return the (forward, backward) seconds of the last matmul, in 16 bit, and the loss, in fp32."""
     width = model.vocab_size / tp
     half = GpuRates(r.half, r.half, r.memory)
-    forward, backward = linear_s(tokens, model.dim, -(-width // 64) * 64, half, c)
+    forward, backward = linear_s(tokens, model.dim, -(-width // 64) * 64, half, c, is_frozen=is_frozen)
     loss = tokens * width * 16.0 / r.memory
     return forward + loss, backward + loss

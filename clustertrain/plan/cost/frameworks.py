@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from clustertrain.config.optim import OptimSpec
+from clustertrain.plan.cost.adapter_shape import AdapterShape
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 
 _DEFAULT_OPTIM = OptimSpec()
@@ -61,6 +62,7 @@ class Framework:
     overlaps: bool = True  # data-parallel communication overlaps the backward pass
     fragmentation: float = 0.05  # of the allocator: reserved over allocated memory, minus 1
     optim: OptimSpec = _DEFAULT_OPTIM  # of the built-in trainer
+    adapter: AdapterShape | None = None  # of the built-in trainer: the rest of the model is frozen
 
     @property
     def is_built_in(self) -> bool:
@@ -225,6 +227,11 @@ def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerState
         optimizer_bytes=state.bytes_per_param,
         grad_bytes=framework.grad_bytes * state.trained_fraction,
     )
+
+
+def with_adapter(framework: Framework, optim: OptimSpec, adapter: AdapterShape, state: OptimizerStateSize) -> Framework:
+    """Return ``framework`` with adapters, which alone have gradients and state; the base is frozen."""
+    return replace(framework, optim=optim, adapter=adapter, optimizer_bytes=state.bytes_per_param)
 
 
 def with_compiled_blocks(framework: Framework) -> Framework:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.optimizers import OPTIMIZERS, OptimizerName
+from clustertrain.plan.cost.adapter_shape import AdapterShape
 from clustertrain.plan.cost.model_shape import DecoderShape, iter_shapes
 from clustertrain.plan.optimizer_checks import check_modules
 
@@ -95,6 +96,21 @@ def estimate_state(spec: OptimSpec, model: DecoderShape) -> OptimizerStateSize:
     )
 
 
+def estimate_adapter_state(spec: OptimSpec, model: DecoderShape, adapter: AdapterShape) -> OptimizerStateSize:
+    """Return the size of the state of the adapters of ``model``, per trained parameter.
+
+    Raises:
+        ConfigError: a pattern of ``spec`` matches no module.
+    """
+    block, head = list(adapter.block_adapters(model)), adapter.head_adapters(model)
+    state = [model.layers * share * state_bytes(spec, shape, is_hidden_matrix=len(shape) > 1) for share, shape in block]
+    state += [state_bytes(spec, shape, is_hidden_matrix=False) for shape in head]
+    check_modules(spec, [module for module, _ in iter_shapes(model)])
+    trained = adapter.trained_elements(model)
+    largest = max(state_bytes(spec, shape, is_hidden_matrix=True) for shape in [*(s for _, s in block), *head])
+    return OptimizerStateSize(sum(state) / trained, trained / (model.parameters() + trained), largest)
+
+
 class OwnedParams(NamedTuple):
     """Whole parameters whose optimizer state one rank holds."""
 
@@ -105,7 +121,15 @@ class OwnedParams(NamedTuple):
 
 
 def find_heaviest_owner(
-    spec: OptimSpec, model: DecoderShape, blocks: int, *, embedding: bool, head: bool, ranks: int, zero1: bool
+    spec: OptimSpec,
+    model: DecoderShape,
+    blocks: int,
+    *,
+    embedding: bool,
+    head: bool,
+    ranks: int,
+    zero1: bool,
+    adapter: AdapterShape | None = None,
 ) -> OwnedParams:
     """Return what the rank with the most state owns, if ``ranks`` ranks share out whole parameters.
 
@@ -115,10 +139,34 @@ def find_heaviest_owner(
 
     Args:
         blocks, embedding, head: the part of the model that is on the ranks.
+        adapter: only these are trained.
     """
-    hidden: list[OwnedParams] = []
-    decayed: list[OwnedParams] = []
-    rest: list[OwnedParams] = []
+    if adapter is None:
+        params = _list_params(model, blocks, embedding=embedding, head=head)
+    else:
+        params = _list_adapters(model, blocks, adapter, head=head)
+    by_group: dict[str, list[OwnedParams]] = {"hidden": [], "decayed": [], "rest": []}
+    for group, count, shape in params:
+        is_hidden = group == "hidden"
+        entry = OwnedParams(
+            math.prod(shape),
+            state_bytes(spec, shape, is_hidden_matrix=is_hidden),
+            temporary_bytes(spec, shape, is_hidden_matrix=is_hidden),
+        )
+        by_group[group] += [entry] * count
+    hidden, decayed, rest = by_group["hidden"], by_group["decayed"], by_group["rest"]
+    matrices_only = OPTIMIZERS[spec.name].matrices_only
+    if zero1:
+        groups = [hidden, decayed, rest] if matrices_only else [hidden + decayed, rest]
+    else:
+        groups = [hidden] if matrices_only else [hidden + decayed + rest]
+    return _share_out(spec.name, tuple(tuple(sorted(group, reverse=True)) for group in groups), ranks)
+
+
+def _list_params(
+    model: DecoderShape, blocks: int, *, embedding: bool, head: bool
+) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Yield (group, number, shape) of the parameters of a part of the model."""
     is_tied = model.tie_embeddings and embedding and head
     counts = {"embed": embedding, "norm": head, "head": head and not is_tied}
     shapes = list(iter_shapes(model, layers=1))
@@ -126,19 +174,17 @@ def find_heaviest_owner(
         shapes.append(("head", (model.vocab_size, model.dim)))  # without the embedding, a stage has its own copy
     for module, shape in shapes:
         is_hidden = module.startswith("layers.") and len(shape) > 1
-        group = hidden if is_hidden else decayed if module == "head" else rest
-        entry = OwnedParams(
-            math.prod(shape),
-            state_bytes(spec, shape, is_hidden_matrix=is_hidden),
-            temporary_bytes(spec, shape, is_hidden_matrix=is_hidden),
-        )
-        group += [entry] * (blocks if module.startswith("layers.") else counts[module])
-    matrices_only = OPTIMIZERS[spec.name].matrices_only
-    if zero1:
-        groups = [hidden, decayed, rest] if matrices_only else [hidden + decayed, rest]
-    else:
-        groups = [hidden] if matrices_only else [hidden + decayed + rest]
-    return _share_out(spec.name, tuple(tuple(sorted(group, reverse=True)) for group in groups), ranks)
+        group = "hidden" if is_hidden else "decayed" if module == "head" else "rest"
+        yield group, blocks if module.startswith("layers.") else counts[module], shape
+
+
+def _list_adapters(
+    model: DecoderShape, blocks: int, adapter: AdapterShape, *, head: bool
+) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Yield (group, number, shape) of the adapters of a part of the model."""
+    for share, shape in adapter.block_adapters(model):
+        yield "hidden" if len(shape) > 1 else "decayed", round(share * blocks), shape
+    yield from (("decayed", int(head), shape) for shape in adapter.head_adapters(model))
 
 
 @cache

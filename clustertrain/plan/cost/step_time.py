@@ -76,7 +76,7 @@ def estimate_compute(
     is_masked = config.has_document_mask or (layout.cp > 1 and config.parallel.context_parallel_method == "all-gather")
     return ComputeTime(
         compute.block_s(model, tokens, config.seq_len, layout.tp, sp_degree, framework, rates, c, is_masked=is_masked),
-        sum(compute.head_s(model, tokens, layout.tp, rates, c)),
+        sum(compute.head_s(model, tokens, layout.tp, rates, c, is_frozen=framework.adapter is not None)),
     )
 
 
@@ -281,6 +281,11 @@ def _data_parallel_s(
     """Return the seconds of (exposed data-parallel communication, optimizer)."""
     network, m = machine.network, config.grad_accum
     rank_params = model.parameters() / (layout.tp * layout.pp)
+    gathered_bytes = rank_params * config.compute_bytes
+    adapter = framework.adapter
+    if adapter is not None:
+        rank_params = adapter.trained_elements(model, layout.tp) / layout.pp
+        gathered_bytes = adapter.gathered_bytes(model, layout.tp, config.compute_bytes) / layout.pp
     shard_group = network.group(layout.dp_shard * layout.cp, layout.tp)
     local_params = rank_params / (shard_group.size if layout.is_sharded else 1)
     optimizer_s = _optimizer_s(local_params, layout, config, framework, machine)
@@ -295,7 +300,7 @@ def _data_parallel_s(
         return reduce_count * _replica_reduce_s(rank_params, calls, without_dp, layout, framework, machine), optimizer_s
     reductions = 1 if framework.defer_reduction and is_deferred else m
     gather, scatter = (
-        shard_group.all_gather_s(rank_params * config.compute_bytes, calls),
+        shard_group.all_gather_s(gathered_bytes, calls),
         shard_group.all_gather_s(rank_params * framework.reduce_bytes, calls),
     )
     if layout.reshard_after_forward:

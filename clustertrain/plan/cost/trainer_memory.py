@@ -13,9 +13,10 @@ from typing import NamedTuple
 from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.plan.cost.activations import PassConfig, RankStage
 from clustertrain.plan.cost.frameworks import Framework
-from clustertrain.plan.cost.model_shape import DecoderShape, block_matrices
+from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.optimizer_state import OwnedParams, find_heaviest_owner, temporary_bytes
 from clustertrain.plan.cost.pass_memory import FP32, PassBytes, PassCache, count_passes
+from clustertrain.plan.cost.rank_params import count_params
 from clustertrain.plan.layout import Layout, recomputed_share
 from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 
@@ -105,20 +106,11 @@ class _Step:
         self.model, self.layout, self.config, self.stage, self.framework, self.passes = rank
         self.is_recomputed = layout.activation_checkpointing != "none"
         self.recomputed_share = recomputed_share(layout.activation_checkpointing, model.layers)
-        self.matrices = block_matrices(model) // layout.tp  # elements of a block
-        self.block = self.matrices + model.block_vector_elements()
-        self.table = model.vocab_size * model.dim // layout.tp  # elements of an embedding or a head
+        self.params = count_params(model, layout, config, stage, framework.adapter)
         self.is_tied = model.tie_embeddings and stage.embedding and stage.head and layout.pp == 1
-        tables = stage.embedding + stage.head - self.is_tied
-        self.ends = tables * self.table + (model.dim if stage.head else 0)
-        self.total = stage.blocks * self.block + self.ends
-        # Ranks that share a sequence share its parameters too.
+        self.total = stage.blocks * self.params.block + self.params.ends  # elements with gradients
         self.shard_ranks = layout.dp_shard * layout.cp if layout.is_sharded else 1
-        self.local = -(-self.total // self.shard_ranks)
-        # The gradient of a split embedding covers the whole vocabulary, unless a tied head adds one that is split.
-        is_split_table = layout.tp > 1 and stage.embedding and not self.is_tied
-        self.table_excess = model.vocab_size * model.dim - self.table if is_split_table else 0
-        self.trained = framework.grad_bytes / FP32  # fraction of the parameters
+        self.trained = framework.grad_bytes / FP32  # fraction of the parameters without adapters
         # Whether there are gradients of earlier micro-batches when the most activations exist.
         self.accumulates = config.grad_accum > (stage.in_flight if layout.pp > 1 else 1)
         # Offloaded gradients stay on the GPU until the end of the backward pass if they are also reduced over replicas:
@@ -135,19 +127,19 @@ class _Step:
             return None
         return find_heaviest_owner(
             optim, self.model, stage.blocks, embedding=stage.embedding, head=stage.head, ranks=self.owners,
-            zero1=layout.zero1,
+            zero1=layout.zero1, adapter=self.framework.adapter,
         )  # fmt: skip
 
     def _count_state(self) -> Moment:
         if self.layout.offload:
             return Moment(activations=self.passes.stage_buffers)
-        optimizer = self.local * self.framework.optimizer_bytes
+        optimizer = self.params.share * self.framework.optimizer_bytes
         if self.owned is not None:
             optimizer = self.owned.state_bytes * self.trained
             if OPTIMIZERS[self.framework.optim.name].matrices_only and not self.layout.zero1:
-                rest = self.local - self.stage.blocks * self.matrices / self.shard_ranks
+                rest = self.params.share - self.stage.blocks * self.params.hidden / self.shard_ranks
                 optimizer += 8 * rest * self.trained  # AdamW's
-        return Moment(params=FP32 * self.local, optimizer=optimizer, activations=self.passes.stage_buffers)
+        return Moment(params=self.params.stored, optimizer=optimizer, activations=self.passes.stage_buffers)
 
     def moment(
         self, *, params: float = 0.0, grads: float = 0.0, activations: float = 0.0, logits: float = 0.0
@@ -168,7 +160,7 @@ class _Step:
         if self.layout.reshard_after_forward:
             # The result of the next all-gather exists besides the parameters copied from the last one.
             blocks = min(blocks, 2 if self.shard_ranks > 1 else 1)
-        return self.config.compute_bytes * (self.ends + blocks * self.block)
+        return self.params.gathered_ends + blocks * self.params.gathered_block
 
     def next_micro_batch(self, moment: Moment, all_grads: float) -> Moment:
         """Return ``moment`` in the backward pass of a pipeline's second micro-batch.
@@ -178,7 +170,7 @@ class _Step:
         if self.layout.pp == 1 or self.accumulates:
             return moment
         if moment.logits and self.layout.virtual_stages > 1:
-            all_grads = FP32 * (self.stage.blocks / self.layout.virtual_stages * self.block + self.table)
+            all_grads = FP32 * (self.stage.blocks / self.layout.virtual_stages * self.params.block + self.params.table)
         return moment._replace(
             grads=moment.grads + self.trained * all_grads,
             activations=moment.activations - self.passes.saved / self.stage.in_flight,
@@ -187,19 +179,19 @@ class _Step:
 
     def update(self) -> Moment:
         """Return the moment of the optimizer step."""
-        state, grads = self.state, 0.0 if self.layout.offload else FP32 * self.local
+        state, grads = self.state, 0.0 if self.layout.offload else FP32 * self.params.share
         if not self.layout.is_fully_sharded:
-            grads += FP32 * self.table_excess
+            grads += FP32 * self.params.table_excess
         if self.layout.offload:
             temporary = 0.0  # the CPU updates
         elif self.owned is None:
-            temporary = temporary_bytes(self.framework.optim, (self.local,), is_hidden_matrix=False)
+            temporary = temporary_bytes(self.framework.optim, (self.params.share,), is_hidden_matrix=False)
         else:
             temporary = self.owned.temporary_bytes
             if self.owners > 1 and not self.layout.zero1:
                 # Owners gather values and gradients, each through a buffer; the others' shards leave through one.
                 gathered = 2 * FP32 * self.owned.elements
-                temporary = gathered + max(temporary, FP32 * (self.owned.elements + self.local))
+                temporary = gathered + max(temporary, FP32 * (self.owned.elements + self.params.share))
         return Moment(state.params, self.trained * grads, state.optimizer + temporary, state.activations)
 
 
@@ -209,19 +201,19 @@ class _PlainStep(_Step):
     def __init__(self, rank: _Rank) -> None:
         super().__init__(rank)
         config, stage, compute = self.config, self.stage, self.config.compute_bytes
-        self._all_grads = FP32 * (self.total + self.table_excess)
+        self._all_grads = FP32 * (self.total + self.params.table_excess)
         # DDP keeps its buckets; the gradients of micro-batches that it does not reduce are separate tensors.
         buckets = self._all_grads if self.layout.strategy in ("ddp", "zero1") else 0.0
         self._before = buckets + self._all_grads * self.accumulates
-        head_cast = compute * self.table * stage.head * config.autocast
-        block_casts = compute * stage.blocks * self.matrices * config.autocast
-        self._kept_casts = (head_cast + (1 - self.recomputed_share) * block_casts) * stage.in_flight
+        block_casts = (1 - self.recomputed_share) * stage.blocks * self.params.cast_block
+        self._kept_casts = (self.params.cast_head * stage.head + block_casts) * stage.in_flight
         # Autocast keeps a stage's cast weights until its forward pass ends. The last stage's includes the loss.
-        self._stage_casts = block_casts / self.layout.virtual_stages * self.recomputed_share
+        cached = stage.blocks * self.params.cached_block / self.layout.virtual_stages
+        self._stage_casts = cached * self.recomputed_share
         # A gradient is cast before it is added.
-        self._weight_grad = (compute * config.autocast + FP32) * self.model.dim * self.model.hidden / self.layout.tp
+        self._weight_grad = (compute * config.autocast + FP32) * self.params.weight_grad
         # A tied head's gradient waits for the embedding's, to which it is added in a new tensor.
-        self._tied_grad = FP32 * self.table * self.is_tied
+        self._tied_grad = FP32 * self.params.table * self.is_tied
 
     def list_passes(self) -> list[Moment]:
         loss, block = self._loss_backward(), self._first_block()
@@ -243,20 +235,21 @@ class _PlainStep(_Step):
         )
 
     def _first_block(self) -> Moment:
-        head_grad = self._tied_grad if self._before else FP32 * self.table * self.stage.head
+        head_grad = self._tied_grad if self._before else FP32 * self.params.table * self.stage.head
         return self.moment(
             params=self._kept_casts,
             grads=self._before + head_grad + self._weight_grad,
-            activations=self.passes.saved + self.passes.block_backward,
+            activations=self.passes.saved + self.passes.block_backward + self.params.unpacked,
         )
 
     def _last_block(self) -> Moment:
         return self.moment(
-            grads=max(self._before, self._all_grads) + self._weight_grad, activations=self.passes.block_backward
+            grads=max(self._before, self._all_grads) + self._weight_grad,
+            activations=self.passes.block_backward + self.params.unpacked,
         )
 
     def _embedding(self) -> Moment:
-        table_grad = FP32 * (self.table + self.table_excess) * self.stage.embedding
+        table_grad = FP32 * (self.params.table + self.params.table_excess) * self.stage.embedding
         grads = max(self._before, self._all_grads - table_grad) + table_grad + 2 * self._tied_grad
         return self.moment(grads=grads, activations=self.saved_by_others())
 
@@ -271,19 +264,19 @@ class _FullyShardedStep(_Step):
         self._defers = layout.pp > 1 or (config.grad_accum > 1 and layout.defer_reduction)
         """Whether gradients are reduced at the end of the step."""
         self._gathered = self.count_gathered()
-        self._shards = FP32 * self.local * self.keeps_shards
-        self._block_shards = FP32 * stage.blocks * self.block / self.shard_ranks * self.keeps_shards
-        self._end_grads = self.ends + self.table_excess
+        self._shards = FP32 * self.params.share * self.keeps_shards
+        self._block_shards = FP32 * stage.blocks * self.params.block_share * self.keeps_shards
+        self._end_grads = self.params.ends + self.params.table_excess
         self._is_stage_by_stage = self._reduces_stage_by_stage()
         self._whole = self._count_whole()
         self._unreduced = self._count_unreduced()
         before = self._whole if self._defers else self._shards * (not layout.offload)
         self._before = before * self.accumulates + self._unreduced * (stage.in_flight_with_gradients >= stage.in_flight)
         # The buffer of the last reduction stays until the next one, in the next micro-batch.
-        self._last_reduced = FP32 * self.ends * (self.accumulates and not self._defers)
+        self._last_reduced = FP32 * self.params.ends * (self.accumulates and not self._defers)
         # While a block runs, the previous one's gradients are reduced; accumulated ones are freed then.
-        self._reduced = 0.0 if self._defers else FP32 * self.block
-        self._head_grad = config.compute_bytes * self.table * stage.head
+        self._reduced = 0.0 if self._defers else FP32 * self.params.block
+        self._head_grad = config.compute_bytes * self.params.table * stage.head
 
     def list_passes(self) -> list[Moment]:
         loss, first = self._loss(), self._in_block(0)
@@ -293,7 +286,15 @@ class _FullyShardedStep(_Step):
         later = [self.next_micro_batch(moment, self._whole) for moment in (loss, first)]
         if self._unreduced:
             later.append(self._after_two_micro_batches())
-        return [loss, *in_blocks, *ends_of_blocks, *later, self._embedding(), self._root_reduction()]
+        return [
+            loss,
+            self._gather_ends(),
+            *in_blocks,
+            *ends_of_blocks,
+            *later,
+            self._embedding(),
+            self._root_reduction(),
+        ]
 
     def _loss(self) -> Moment:
         return self.moment(
@@ -303,19 +304,35 @@ class _FullyShardedStep(_Step):
             logits=self.passes.logits,
         )
 
+    def _gather_ends(self) -> Moment:
+        """Return the moment when the parameters outside blocks have been gathered again, and are copied from the
+        result of the all-gather. Of the logits, the gradient in the compute type is left.
+
+        Without gradients of an embedding and a head, this can be the peak.
+        """
+        copies = 2 if self.layout.reshard_after_forward and self.shard_ranks > 1 else 1
+        return self.moment(
+            params=copies * self.params.gathered_ends,
+            grads=self._before + self._last_reduced,
+            activations=self.passes.saved,
+            logits=self.passes.logits * self.config.compute_bytes / (3 * FP32),
+        )
+
     def _in_block(self, done: int) -> Moment:
         """Return the moment in the feed-forward layer of a block after ``done`` others."""
-        weight_grad = self.config.compute_bytes * self.model.dim * self.model.hidden / self.layout.tp
+        weight_grad = self.config.compute_bytes * self.params.weight_grad
         reduced = self._reduced if done else self._last_reduced
         return self.moment(
             params=self._gathered,
             grads=self._accumulated(done) + self._head_grad + weight_grad + reduced,
-            activations=self.passes.saved * (1 - done / self._blocks) + self.passes.block_backward,
+            activations=self.passes.saved * (1 - done / self._blocks)
+            + self.passes.block_backward
+            + self.params.unpacked,
         )
 
     def _at_end_of_block(self, done: int) -> Moment:
         """Return the moment when a block after ``done`` others has all its gradients and no activations."""
-        block_grads = self.config.compute_bytes * self.block
+        block_grads = self.config.compute_bytes * self.params.block
         return self.moment(
             params=self._gathered,
             grads=self._accumulated(done) + self._head_grad + block_grads + self._reduced * (done > 0),
@@ -327,11 +344,11 @@ class _FullyShardedStep(_Step):
         compute, stage = self.config.compute_bytes, self.stage
         # Tensor parallelism computes it for the whole vocabulary, and splits it if it is tied. A tied head's gradient
         # is added to it in a new tensor.
-        table_grads = compute * self.model.vocab_size * self.model.dim * stage.embedding
+        table_grads = compute * (self.params.table * self.layout.tp) * stage.embedding
         if not (self._is_stage_by_stage and stage.embedding):
-            table_grads += compute * self.table * (stage.head + self.is_tied * (2 if self.layout.tp > 1 else 1))
+            table_grads += compute * self.params.table * (stage.head + self.is_tied * (2 if self.layout.tp > 1 else 1))
         return self.moment(
-            params=self._gathered if self.layout.pp > 1 else compute * self.ends,
+            params=self._gathered if self.layout.pp > 1 else self.params.gathered_ends,
             grads=table_grads + self._accumulated_at_embedding(),
             activations=self.saved_by_others(),
         )
@@ -342,7 +359,7 @@ class _FullyShardedStep(_Step):
         Their gradients are freed when they have been copied.
         """
         grad_bytes = FP32 if self._defers else self.config.compute_bytes
-        return self.moment(grads=self._block_shards + grad_bytes * self._end_grads + FP32 * self.ends)
+        return self.moment(grads=self._block_shards + grad_bytes * self._end_grads + FP32 * self.params.ends)
 
     def _after_two_micro_batches(self) -> Moment:
         """Return the moment when a rank has all gradients of two micro-batches, and a part of them unreduced."""
@@ -360,7 +377,7 @@ class _FullyShardedStep(_Step):
 
     def _accumulated_at_embedding(self) -> float:
         """Return the bytes of the other gradients when the embedding's is computed."""
-        block = FP32 * self.block
+        block = FP32 * self.params.block
         if self.layout.pp == 1 and (self.config.grad_accum == 1 or not self.layout.defer_reduction):
             return self._block_shards + block  # the first block's are being reduced
         if self.layout.pp == 1 and self.config.grad_accum == 2:
@@ -371,10 +388,10 @@ class _FullyShardedStep(_Step):
         """Return the bytes of unsharded gradients that exist at the same time."""
         stage = self.stage
         if not self._is_stage_by_stage:
-            return FP32 * (stage.blocks * self.block + self._end_grads)
+            return FP32 * (stage.blocks * self.params.block + self._end_grads)
         # Under ZBV the first rank has the first and the last stage, and the last one has been reduced by now.
-        outside = self.table + self.table_excess if stage.embedding else self._end_grads
-        return FP32 * (stage.blocks * self.block / self.layout.virtual_stages + outside)
+        outside = self.params.table + self.params.table_excess if stage.embedding else self._end_grads
+        return FP32 * (stage.blocks * self.params.block / self.layout.virtual_stages + outside)
 
     def _reduces_stage_by_stage(self) -> bool:
         """Return whether each of the rank's stages has reduced its gradients before the one before it has any."""
@@ -391,4 +408,4 @@ class _FullyShardedStep(_Step):
         layout, stage, compute = self.layout, self.stage, self.config.compute_bytes
         if layout.schedule not in SPLIT_BACKWARD_SCHEDULES or self.config.grad_accum == 1 or compute == FP32:
             return 0.0
-        return compute * stage.blocks * self.block * (1 - stage.embedding / layout.virtual_stages)
+        return compute * stage.blocks * self.params.block * (1 - stage.embedding / layout.virtual_stages)

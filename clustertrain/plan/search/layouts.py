@@ -416,13 +416,14 @@ def _tensor_degrees(problem: SearchProblem) -> list[int]:
     """Return the tensor-parallel degrees: inside a node only; the trainer does not split 8-bit layers."""
     if problem.precision == "fp8":
         return [1]
-    sequence_parallel = problem.parallel.sequence_parallel
+    sequence_parallel, adapter = problem.parallel.sequence_parallel, problem.framework.adapter
     return [
         tp
         for tp in sorted(divisors(problem.gpus_per_node))
         if problem.world_size % tp == 0
         and not indivisible_sizes(problem.model, tp)
         and not (sequence_parallel and problem.seq_len % tp)
+        and (adapter is None or adapter.allows_tp(problem.model, tp))
     ]
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from clustertrain.checkpoint.core.state_dict import clean_fqn, is_dtensor, model_parts, to_local_shard
 from clustertrain.train.distributed import data_parallel
 from clustertrain.train.distributed.dropout import Dropout
+from clustertrain.train.distributed.low_bit import FrozenLinear
 
 PARAMETER_NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
 
@@ -72,7 +73,7 @@ class AdaptedLayer(nn.Module):
             return out + delta
         bias = 0.0 if self.bias is None else self.bias
         # As in PEFT, dropout also applies to the weight's part of the change.
-        product = out - bias if dropped is x else F.linear(dropped, self.weight)
+        product = out - bias if dropped is x else F.linear(dropped, self._base_weight().to(dropped.dtype))
         ratio = self._magnitude_ratio()
         return (out + (ratio - 1) * product + ratio * delta).to(out.dtype)  # in bf16, ratios near 1 would be lost
 
@@ -83,10 +84,14 @@ class AdaptedLayer(nn.Module):
         product = _multiply_partial(inner, self.lora_B) if is_sum else F.linear(inner, self.lora_B)
         return product * self.low_rank.scaling
 
+    def _base_weight(self) -> torch.Tensor:
+        """Return the values of the frozen matrix (out_features, in_features)."""
+        return self.dense_weight() if isinstance(self, FrozenLinear) else self.weight
+
     def _magnitude_ratio(self) -> torch.Tensor:
         """Return the trained norm of each row over its actual one, which counts as constant (section 4.3)."""
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
-            changed = self.weight.float() + self.low_rank.scaling * (self.lora_B.float() @ self.lora_A.float())
+            changed = self._base_weight().float() + self.low_rank.scaling * (self.lora_B.float() @ self.lora_A.float())
             norms = torch.linalg.vector_norm(changed, dim=1)
         ratio: torch.Tensor = self.lora_magnitude_vector / norms
         return ratio
@@ -198,7 +203,7 @@ def fill_magnitudes(model: nn.Module) -> None:
     for _, module in iter_adapted(model):
         if not module.low_rank.has_magnitude:
             continue
-        weight = module.weight
+        weight = module._base_weight()
         squares = to_local_shard("", "model", weight).local_tensor.float().square().sum(1)
         if is_dtensor(weight):
             for dim, placement in enumerate(weight.placements):

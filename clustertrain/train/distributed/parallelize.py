@@ -22,6 +22,7 @@ from clustertrain.train.distributed import (
     block_transforms,
     data_parallel,
     dropout,
+    low_bit,
     tied_weights,
 )
 from clustertrain.train.distributed.mesh import ProcessGroups
@@ -73,6 +74,7 @@ def parallelize(
             context_parallel.apply(model_part, context, groups.cp_mesh)
         attention_kernels.configure(model_part, context)
         dropout.configure(model_part, context, seed)
+        low_bit.configure(model_part, context)
         adapted_linear.pass_samples(model_part)
         block_transforms.apply(model_part, context)
         if layout.is_fully_sharded and data_mesh is not None:
@@ -132,15 +134,20 @@ def _init_parameters(
 ) -> None:
     """Initialize the parameters, drawing on ``device`` wherever they are stored: another device draws other values."""
     adapters = adapted_linear.adapter_parameter_names(model_part)
+    matrices = low_bit.frozen_matrices(model_part)
     with torch.no_grad():
         for name, p in model_part.named_parameters():
             name = clean_fqn(name)  # noqa: PLW2901 - values must not depend on wrappers
             if only_adapters and name not in adapters:
                 continue
             init: Any = adapted_linear.init_parameter if name in adapters else full_model.init_parameter
-            full = torch.empty(p.shape, dtype=p.dtype, device=device)
+            frozen = matrices.get(name)
+            shape, dtype = (frozen.matrix_shape, torch.float32) if frozen is not None else (p.shape, p.dtype)
+            full = torch.empty(shape, dtype=dtype, device=device)
             generator = torch.Generator(device).manual_seed(seeds.derive_seed(seed, "init", name))
             init(name, full, generator)
+            if frozen is not None:
+                full = frozen.store(full)
             local_block = to_local_shard(name, "model", p)
             local_block.local_tensor.copy_(
                 full[

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed import adapted_linear, divisibility, dropout, tied_weights
+from clustertrain.train.distributed import adapted_linear, divisibility, dropout, low_bit, tied_weights
 
 STYLES: Mapping[str, str] = {
     "colwise": "a Linear split by outputs; takes the residual stream, returns this rank's features",
@@ -135,6 +135,7 @@ def _check_layer(name: str, module: nn.Module, style: str, tp: int) -> None:
         divisibility.check(f"{name}.out_features", module.out_features, "tp", tp)
     elif isinstance(module, nn.Linear) and style == "rowwise":
         divisibility.check(f"{name}.in_features", module.in_features, "tp", tp)
+        low_bit.check_split_by_inputs(name, module, tp)
     elif isinstance(module, nn.Embedding) and style == "embedding":
         divisibility.check(f"{name}.num_embeddings", module.num_embeddings, "tp", tp)
 

@@ -15,7 +15,7 @@ from clustertrain.config.checks.module_patterns import list_patterns, matches
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import seeds
-from clustertrain.train.distributed import adapted_linear
+from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.distributed.adapted_linear import AdaptedLayer, LowRank
 
 KEY = "adapter.target_modules"
@@ -46,6 +46,7 @@ def add_adapters(model: nn.Module, spec: AdapterSpec, seed: int) -> list[str]:
     names = find_targets(model, spec)
     low_rank = LowRank(spec.rank, spec.scaling, spec.dropout, spec.kind == "dora")
     model.requires_grad_(False)
+    low_bit.convert_base(model, spec.base_precision)
     for name in names:
         adapted_linear.adapt_linear(model.get_submodule(name), low_rank)
     if not any(p.is_meta for p in model.parameters()):

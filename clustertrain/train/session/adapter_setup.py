@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from clustertrain.checkpoint.format import adapter_files, model_tensors, safeten
 from clustertrain.checkpoint.load.pretrained import load_pretrained
 from clustertrain.config.adapter import AdapterSpec
 from clustertrain.errors import CheckpointError
-from clustertrain.train.distributed import adapted_linear
+from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.models import adapters
 from clustertrain.train.session.pretrained import PretrainedWeights
 from clustertrain.train.session.runtime import SessionRuntime
@@ -35,6 +36,8 @@ class AdapterSetup:
     """PEFT's name of each parameter of an adapter, by its name in the model."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each of these parameters, by PEFT's name."""
+    packed: dict[str, tuple[int, int]]
+    """Shapes of the matrices in 8 or 4 bits, by the names of the weights."""
 
     @property
     def init(self) -> Path | None:
@@ -45,7 +48,11 @@ class AdapterSetup:
         # transformers' models know where their weights are from.
         known = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         base = str(weights.path) if weights is not None else known if isinstance(known, str) else ""
-        return {"spec": msgspec.to_builtins(self.spec), "base": base}
+        return {
+            "spec": msgspec.to_builtins(self.spec),
+            "base": base,
+            **({"packed": self.packed} if self.packed else {}),
+        }
 
 
 def add(model: nn.Module, spec: AdapterSpec, seed: int, rename: Callable[[str], str] | None) -> AdapterSetup:
@@ -64,11 +71,15 @@ def add(model: nn.Module, spec: AdapterSpec, seed: int, rename: Callable[[str], 
             if p is not None:
                 name = names[f"{layer}.{own}"] = adapter_files.peft_name(rename(layer) if rename else layer, own)
                 shapes[name] = tuple(p.shape)
-    setup = AdapterSetup(model, spec, names, shapes)
+    setup = AdapterSetup(model, spec, names, shapes, low_bit.packed_shapes(model))
     if setup.init is not None:
         adapter_files.check_adapter(setup.init, spec, shapes, None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    matrices = low_bit.frozen_matrices(model)
+    total = sum(
+        math.prod(matrices[n].matrix_shape) if n in matrices else p.numel()
+        for n, p in ((clean_fqn(n), p) for n, p in model.named_parameters())
+    )
     log.info(
         "%s, rank %d: %d layers, %s of %s parameters", spec.kind, spec.rank, len(layers), f"{trained:,}", f"{total:,}"
     )

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.errors import ConfigError
+from clustertrain.train.distributed import low_bit
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info
@@ -69,21 +70,26 @@ def prepare_model(
     param_table = param_info.build_param_table(model)
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
+    packed = low_bit.packed_shapes(model)
     parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
     if adapter is not None:
         runtime.checkpointer.adapter = adapter.describe(weights)
     if weights is not None or adapter is not None:
-        _load_unless_resuming(runtime, parallelized, weights, adapter)
+        _load_unless_resuming(runtime, parallelized, weights, packed, adapter)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
 
 
 def _load_unless_resuming(
-    runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights | None, adapter: AdapterSetup | None
+    runtime: SessionRuntime,
+    model: nn.Module,
+    weights: PretrainedWeights | None,
+    packed: Mapping[str, tuple[int, int]],
+    adapter: AdapterSetup | None,
 ) -> None:
     def load() -> None:
         if weights is not None:
-            pretrained.load(runtime, model, weights)
+            pretrained.load(runtime, model, weights, packed)
         if adapter is not None:
             adapter_setup.load(runtime, model, adapter, weights)
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from clustertrain import clock
+from clustertrain.checkpoint.core import state_dict
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.checkpoint.format import model_tensors, safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
 from clustertrain.config.huggingface import tensor_names
 from clustertrain.config.model import ModelSpec
-from clustertrain.train.distributed import adapted_linear
+from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.session.runtime import SessionRuntime
+
+log = logging.getLogger(__name__)
+
+MAX_UNPACKED = 1 << 28  # elements of the matrices that are in memory in fp32 at the same time: 1 GiB
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,13 @@ class PretrainedWeights:
             CheckpointError: a checkpoint is not committed, or damaged.
         """
         tensors = {clean_fqn(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
-        shapes = {file_name: tuple(tensors[name].shape) for name, file_name in self.names.items()}
-        integers = {self.names[name] for name, t in tensors.items() if name in self.names and not t.is_floating_point()}
+        packed = low_bit.packed_shapes(self.model)
+        shapes = {file_name: packed.get(name) or tuple(tensors[name].shape) for name, file_name in self.names.items()}
+        integers = {
+            self.names[name]
+            for name, t in tensors.items()
+            if name in self.names and name not in packed and not t.is_floating_point()
+        }
         safetensors_files.check_tensors(
             model_tensors.read_weights(self.path),
             shapes,
@@ -74,20 +85,65 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     return PretrainedWeights(model, path.expanduser(), names)
 
 
-def load(runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights) -> None:
+def load(
+    runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights, packed: Mapping[str, tuple[int, int]]
+) -> None:
     """Load ``weights`` into the parallelized ``model``, but not into its adapters. Collective.
+
+    Args:
+        packed: shapes of the matrices of the whole model that are stored in 8 or 4 bits.
 
     Raises:
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
     started = clock.now()
     attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
-    ranks, adapters = Ranks(runtime.groups.checkpoint), adapted_linear.adapter_parameter_names(model)
-    load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}", untouched=adapters)
+    _load(model, weights, packed, Ranks(runtime.groups.checkpoint), f"pretrained-{attempt}")
+    load_s = clock.now() - started
     runtime.events.emit(
-        "pretrained_loaded",
-        path=str(weights.path),
-        tensors=len(weights.names),
-        t_begin=started,
-        load_s=clock.now() - started,
+        "pretrained_loaded", path=str(weights.path), tensors=len(weights.names), t_begin=started, load_s=load_s
     )
+    if runtime.is_main:
+        log.info("%s: %d tensors loaded in %.1f s", weights.path, len(weights.names), load_s)
+
+
+def _load(
+    model: nn.Module, weights: PretrainedWeights, packed: Mapping[str, tuple[int, int]], ranks: Ranks, token: str
+) -> None:
+    """Load everything that is stored as it is, then the matrices that each rank packs, some at a time.
+
+    A rank packs the rows, or the whole blocks of each row, that it keeps. Blocks do not depend on each other, so the
+    result is the same under every layout.
+    """
+    adapters = adapted_linear.adapter_parameter_names(model)
+    plain = {name: file_name for name, file_name in weights.names.items() if name not in packed}
+    load_pretrained(model, weights.path, plain, ranks, token=token, untouched=adapters | packed.keys())
+    modules = low_bit.frozen_matrices(model)
+    all_names = set(state_dict.module_state_dict(model)) | state_dict.all_stage_fqns(model)
+    for n, batch in enumerate(_split_into_batches(packed)):
+        matrices = {name: modules[name].empty_matrix() for name in batch if name in modules}
+        names = {name: weights.names[name] for name in batch}
+        load_pretrained(
+            model,
+            weights.path,
+            names,
+            ranks,
+            token=f"{token}-{n}",
+            untouched=all_names - names.keys(),
+            instead=matrices,
+        )
+        for name, matrix in matrices.items():
+            modules[name].load_matrix(matrix)
+
+
+def _split_into_batches(packed: Mapping[str, tuple[int, int]]) -> Iterator[list[str]]:
+    """Yield the names of matrices that are in memory at the same time, at least one."""
+    batch, elements = [], 0
+    for name, (rows, columns) in packed.items():
+        if batch and elements + rows * columns > MAX_UNPACKED:
+            yield batch
+            batch, elements = [], 0
+        batch.append(name)
+        elements += rows * columns
+    if batch:
+        yield batch

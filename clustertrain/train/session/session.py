@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.offline.start_weights import resolve_weights
+from clustertrain.config.low_bit import BasePrecision
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
@@ -177,6 +178,7 @@ class Session:
         alpha: float = 32.0,
         rank_stabilized: bool = False,
         dropout: float = 0.0,
+        base_precision: BasePrecision = "unchanged",
         init: str | Path = "",
         rename: Callable[[str], str] | None = None,
     ) -> nn.Module:
@@ -189,7 +191,7 @@ class Session:
         Args:
             target_modules: patterns of module names: each Linear layer that matches, or is inside a module that
                 matches, gets an adapter.
-            kind, rank, alpha, rank_stabilized, dropout: as in the recipe's ``[adapter]``.
+            kind, rank, alpha, rank_stabilized, dropout, base_precision: as in the recipe's ``[adapter]``.
             init: folder of an adapter to start from, in the format of PEFT. Its values are not read if the run resumes
                 from a checkpoint.
             rename: returns the name in PEFT's files for the name of a layer of ``model``; default: the same.
@@ -210,6 +212,7 @@ class Session:
             alpha=alpha,
             rank_stabilized=rank_stabilized,
             dropout=dropout,
+            base_precision=base_precision,
             target_modules=target_modules,
             init=str(init),
         )

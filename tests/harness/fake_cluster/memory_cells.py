@@ -17,8 +17,9 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import checks, pipeline_schedules
 from clustertrain.plan.cost import frameworks, memory
 from clustertrain.plan.cost.activations import PassConfig
+from clustertrain.plan.cost.adapter_shape import find_adapter
 from clustertrain.plan.cost.frameworks import Framework
-from clustertrain.plan.cost.optimizer_state import estimate_state
+from clustertrain.plan.cost.optimizer_state import estimate_adapter_state, estimate_state
 from clustertrain.plan.layout import Batch, Layout, Strategy
 from clustertrain.plan.optimizer_checks import check_optimizer
 
@@ -92,8 +93,12 @@ class MemoryCell:
 
     @property
     def framework(self) -> Framework:
-        optim = self.recipe.optim
-        return frameworks.with_optimizer(frameworks.CLUSTERTRAIN, optim, estimate_state(optim, self.recipe.model))
+        optim, model = self.recipe.optim, self.recipe.model
+        adapter = find_adapter(self.recipe.adapter, model)
+        if adapter is not None:
+            state = estimate_adapter_state(optim, model, adapter)
+            return frameworks.with_adapter(frameworks.CLUSTERTRAIN, optim, adapter, state)
+        return frameworks.with_optimizer(frameworks.CLUSTERTRAIN, optim, estimate_state(optim, model))
 
     def predict(self) -> dict[str, float]:
         """Return the plan's GiB of the rank that needs the most, by category."""

@@ -23,6 +23,7 @@ from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.distributed.precision import LossScale, parameter_dtype
+from clustertrain.train.models import adapters
 from clustertrain.train.models.build import build_model
 from clustertrain.train.models.losses import build_loss
 from clustertrain.train.optim import build, param_groups, param_info, registry
@@ -74,6 +75,8 @@ def trace_or_find_owner(job: Job, rank: int, *, follow_owner: bool = True) -> Ra
     """
     context = _build_context(job, rank)
     model = build_model(job.recipe.model)
+    if job.recipe.adapter.is_enabled:
+        adapters.add_adapters(model, job.recipe.adapter, seed=1)
     with (
         stand_ins.open_groups(context) as groups,
         stand_ins.replace_messages(_stage_inputs(job)) as sent,

@@ -134,7 +134,8 @@ class PeakTracker(MemTracker):
         """Recognize the parameters of ``model`` and the gradients that autograd accumulates in them."""
         for p in model.parameters():
             self.assign(p, Category.PARAMETERS)
-            p.register_post_accumulate_grad_hook(lambda p: self.assign(p.grad, Category.GRADIENTS))
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p: self.assign(p.grad, Category.GRADIENTS))
 
     def assign(self, tensors: Any, category: Category) -> None:
         """Assign the storages of ``tensors``, which may exist already, to ``category``."""
