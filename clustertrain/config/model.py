@@ -79,9 +79,6 @@ class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     embedding: int = 64
     """Dimensions of the embedding space that both encoders share."""
-    group: int = 8
-    """Samples per contrastive group: each text is compared with the ``group - 1`` others of its group, which are
-    neighbors in the global batch."""
     temperature: float = 0.5
     """Temperature of the similarities; the initial one if ``learn_temperature``."""
     learn_temperature: bool = True
@@ -89,8 +86,6 @@ class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         check_positive("embedding", self.embedding)
-        if self.group < 2:
-            raise ValueError(f"group = {self.group}: must be 2 or more, to compare a text with at least one other")
         check_range("temperature", self.temperature, 0.01, 10.0)
 
     @property

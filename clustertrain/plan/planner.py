@@ -129,7 +129,7 @@ def plan(
             device, fabric, env_names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),
         env=nccl.process_env(device, job.cpus_per_gpu, job.gpus, env_names),
-        training=training.describe_training(spec, decision.layout, request.optimizer_state),
+        training=training.describe_training(spec, decision.layout, decision.batch, request.optimizer_state),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.preemption_test.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*decision.reasons, *warnings),

@@ -139,6 +139,7 @@ class PlanRequest:
             checks.check_decoder_layout(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
+            non_decoder.check_comparable(self.spec.recipe, layout)
         if self.spec.script is None:
             optimizer_checks.check_optimizer(self.spec.recipe.optim, layout, self.model_kind, self.device)
         return layout
@@ -202,7 +203,7 @@ class PlanRequest:
         train = self.spec.recipe.train
         # Every pipeline schedule supports multiples of its ranks.
         return train.global_batch or default_global_batch(
-            layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe.model)) * layout.pp,
+            layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe)) * layout.pp,
             self.min_global_batch,
         )
 
@@ -229,8 +230,8 @@ class PlanRequest:
         """Return the batch split under ``layout`` and its peak memory in GiB."""
         recipe, global_batch = self.spec.recipe, self.resolve_global_batch(layout)
         check_divides(global_batch, layout.data_parallel, recipe.train.micro_batch)
-        non_decoder.check_groups(recipe.model, global_batch, recipe.train.micro_batch, layout.data_parallel)
-        rank_batch, group = global_batch // layout.data_parallel, non_decoder.group_size(recipe.model)
+        non_decoder.check_groups(recipe, global_batch, recipe.train.micro_batch, layout.data_parallel)
+        rank_batch, group = global_batch // layout.data_parallel, non_decoder.group_size(recipe)
 
         def estimate_peak(micro_batch: int) -> float:
             return self.estimate_memory(layout, micro_batch).peak_gib or 0.0

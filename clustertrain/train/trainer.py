@@ -116,7 +116,7 @@ def build_evaluations(
         micro_batch=spec.micro_batch or None,
         samples=spec.samples,
         workers=recipe.data.workers,
-        group=recipe.model.two_tower.group if recipe.model.kind == "two-tower" else 1,
+        group=max(1, recipe.objective.group) if recipe.objective_kind == "nt-xent" else 1,
         ignore_index=recipe.objective.ignore_index,
         limits=task.limits,
     )

@@ -243,6 +243,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("objective.delta", _when_objective("huber")),
     ("objective.temperature", _when_objective("nt-xent")),
     ("objective.temperature", _TEMPERATURE),
+    ("objective.group", _when_objective("nt-xent")),
     ("optim.betas", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_betas))),
     ("optim.eps", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_eps))),
     ("optim.momentum", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_momentum))),

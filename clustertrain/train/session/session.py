@@ -361,7 +361,8 @@ class Session:
             samples: evaluate at most this many; 0: all.
             workers: processes that read ahead; 0: the rank itself reads.
             slices: slices of the dataset to report; default: all that it names.
-            group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
+            group: number of adjacent samples that are compared with each other, for example by a contrastive loss; for
+                a :class:`ContrastiveLoss` of the whole global batch, default: the global batch of training.
             ignore_index: target value that the metrics exclude.
             limits: limits of the model; a sample outside them raises an error that names it.
             model: default: the result of :meth:`parallelize`.
