@@ -134,8 +134,13 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ``train.global_batch``; keys given in the recipe win. Empty: no preset. Not for convnets and entries."""
     init: str = ""
     """Folder or ``.safetensors`` file with the weights to start from, in the format of Hugging Face transformers. The
-    folder's ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models are supported. Empty:
-    random weights. Decoder only."""
+    folder's ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models are supported. For other
+    models and entries: tensors with the names of the module, as ``checkpoint export`` writes them. Empty: random
+    weights."""
+    init_parts: dict[str, str] = {}
+    """Weights to start parts of an entry's model from: a folder or ``.safetensors`` file by the name of a module, such
+    as ``{tower = "weights/tower"}``, with the tensor names of that module; for a built-in decoder those of Hugging Face
+    too. Other modules start as without it."""
     entry: str = ""
     """Function that builds your model, as ``"package.module:function"``. It is called with ``args`` and returns the
     ``torch.nn.Module`` to train. Empty: the built-in model of ``kind``."""
@@ -207,11 +212,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"preset = {self.preset!r}: {did_you_mean(self.preset, list(PRESETS))}")
         if self.preset and (self.entry or self.kind == "convnet"):
             raise ValueError(f"preset = {self.preset!r} is a transformer: remove preset")
-        if self.init and (self.entry or self.kind != "decoder"):
-            raise ValueError(
-                f"init = {self.init!r} sets the weights of the built-in decoder: remove "
-                f"{'entry' if self.entry else 'kind'}, or load the weights in a script with session.load_pretrained"
-            )
+        if self.init_parts and not self.entry:
+            raise ValueError("init_parts names modules of an entry's model: set entry, or init for the whole model")
+        if self.init_parts and self.init:
+            raise ValueError(f"init_parts and init = {self.init!r} are mutually exclusive: init has all weights")
+        if "" in self.init_parts or "" in self.init_parts.values():
+            raise ValueError('init_parts: needs names of modules and their files, such as { tower = "weights/tower" }')
         if self.entry:
             check_entry(self.entry)
         if self.entry and self.kind != "decoder":
@@ -220,6 +226,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         if self.args and not self.entry:
             raise ValueError("args needs an entry")
+
+    @property
+    def weight_files(self) -> dict[str, str]:
+        """The files or folders of weights to start from, by the name of the module that they fill; "" is the model."""
+        return {"": self.init} if self.init else dict(self.init_parts)
 
     @property
     def is_decoder(self) -> bool:

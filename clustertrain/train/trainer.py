@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from clustertrain.checkpoint.format import safetensors_files
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.config.huggingface import tensor_names
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.config.recipe import Recipe
+from clustertrain.errors import ConfigError, NotFound
 from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
@@ -18,6 +23,7 @@ from clustertrain.train.data.loader import Loader
 from clustertrain.train.evaluation.best_metric import LOSS_METRIC
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.models.build import TrainingTask, build_task, find_model_loss
+from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.session.model_setup import report_eval_mode
@@ -48,9 +54,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     runtime = get_runtime(session)
     training_task = build_task(recipe)
     optim = recipe.optim
-    if recipe.model.init:
-        names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}
-        session.load_pretrained(training_task.model, recipe.model.init, rename=names.__getitem__)
+    load_weights(session, recipe.model, training_task.model)
     model = session.parallelize(
         training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
     )
@@ -76,6 +80,34 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     return Trainer(
         session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.from_spec(recipe.optim)
     )
+
+
+def load_weights(session: Session, spec: ModelSpec, model: nn.Module) -> None:
+    """Have ``session`` load the weights that ``model`` starts from, if the recipe names some. Collective.
+
+    Raises:
+        NotFound: a file is missing.
+        ConfigError: a file is damaged, its tensors are not those of the module, or there is no such module.
+    """
+    modules = dict(model.named_modules())
+    for name, path in spec.weight_files.items():
+        if name not in modules:
+            raise ConfigError(
+                f"model.init_parts: {spec.entry} has no module {name!r}",
+                fix=did_you_mean(name, [m for m in modules if m]),
+            )
+        module = modules[name]
+        # The decoder has Hugging Face's names in its own files too, unless these were exported with --names own.
+        is_own = not isinstance(module, Decoder) or (not spec.is_decoder and _has_own_names(module, Path(path)))
+        names = {} if is_own else {own: hf for own, (hf, _) in tensor_names.list_tensors(module.spec).items()}
+        session.load_pretrained(module, path, rename=lambda own, names=names: names.get(own, own))  # type: ignore[misc]
+
+
+def _has_own_names(module: nn.Module, path: Path) -> bool:
+    try:
+        return not safetensors_files.read_weight_files(path).tensors.keys().isdisjoint(module.state_dict())
+    except NotFound:  # a run that resumes does not need the files
+        return False
 
 
 def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:

@@ -73,7 +73,7 @@ def list_mounts(run: RunDir, spec: RunSpec, cwd: str, rank_dir: Path, hooks: Pat
     folders += [run.checkpoints.resolve(), *([Path(cwd)] if cwd not in ("", "/") else [])]
     # The files of other tools have others beside them.
     data = [p.parent if p.suffix in (".idx", ".ds") else p for p in spec.recipe.data_files.values()]
-    weights = [Path(spec.recipe.model.init)] if spec.recipe.model.init else []
+    weights = [Path(path) for path in spec.recipe.model.weight_files.values()]
     read_only = [hooks, *data, *weights]
     folders = [p for p in dict.fromkeys(folders) if p.exists()]
     mounts = {

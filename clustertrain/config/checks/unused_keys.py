@@ -222,7 +222,7 @@ _SIZES = (
 # A key may have several rules, and inherits those of its tables; the first unmet one is reported.
 _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     *((f"model.{name}", _OWN_MODEL) for name in (*_SIZES, "kind", "preset", "convnet", "two_tower")),
-    *((f"model.{name}", _when_model("decoder")) for name in ("tie_embeddings", "init", *_DECODER_KEYS)),
+    *((f"model.{name}", _when_model("decoder")) for name in ("tie_embeddings", *_DECODER_KEYS)),
     *((f"model.{name}", _when_model("decoder", "two-tower")) for name in _SIZES),
     ("model.convnet", _when_model("convnet")),
     ("model.two_tower", _when_model("two-tower")),

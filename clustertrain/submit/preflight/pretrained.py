@@ -10,15 +10,24 @@ from clustertrain.submit.prepared_run import PreparedRun
 
 
 def check_pretrained(prepared: PreparedRun) -> str | None:
-    """Return a note on the weights of ``model.init``; None if the run starts from random ones.
+    """Return a note on the weights that the run starts from; None if they are random.
+
+    The names of the tensors are compared with the model of the recipe if that is the decoder; the ranks compare those of
+    other models, which need torch.
 
     Raises:
         NotFound: a file is missing.
         ConfigError: a file is damaged, or its tensors are not those of the model.
     """
     spec = prepared.spec.recipe.model
-    if not spec.init or prepared.spec.script is not None:
+    if not spec.weight_files or prepared.spec.script is not None:
         return None
+    if not spec.is_decoder:
+        notes = []
+        for name, path in spec.weight_files.items():
+            count = len(safetensors_files.read_weight_files(Path(path)).tensors)
+            notes.append(f"{count} tensors from {path}{f' for {name}' if name else ''}")
+        return f"weights: {'; '.join(notes)}"
     files = safetensors_files.read_weight_files(Path(spec.init))
     expected = dict(tensor_names.list_tensors(spec).values())
     safetensors_files.check_tensors(files, expected, "the recipe's decoder")

@@ -6,6 +6,8 @@ of the previous ones.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +21,7 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 
 
 def parallelize(
-    model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int, *, will_load: bool = False
+    model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int, *, will_load: Collection[str] = ()
 ) -> nn.Module:
     """Return ``model`` on the device in the plan's layout.
 
@@ -27,7 +29,7 @@ def parallelize(
     from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
 
     Args:
-        will_load: the caller loads all parameters afterwards, so parameters on the meta device are not filled.
+        will_load: names of parameters that the caller loads afterwards; on the meta device they are not filled.
 
     Raises:
         ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
@@ -36,7 +38,7 @@ def parallelize(
     layout = context.layout
     on_meta = any(p.is_meta for p in model.parameters())
     if on_meta:
-        _check_meta(model, will_load=will_load)
+        _check_meta(model, will_load)
     elif groups.mesh is not None and (layout.is_fully_sharded or layout.is_model_parallel):
         _broadcast_from_rank0(model.to(context.device))
     full_model = model
@@ -67,8 +69,8 @@ def parallelize(
         _move_to_device(
             model_part, context.device, layout.offload and layout.is_fully_sharded and data_mesh is not None
         )
-        if on_meta and not will_load:
-            _init_parameters(model_part, full_model, seed, context.device)
+        if on_meta:
+            _init_parameters(model_part, full_model, seed, context.device, will_load)
     if pipeline_mesh is not None:
         return pipeline.Pipeline(model_parts, full_model, context, pipeline_mesh)
     if groups.mesh is not None and layout.strategy in ("ddp", "zero1") and not layout.is_model_parallel:
@@ -76,8 +78,9 @@ def parallelize(
     return model
 
 
-def _check_meta(model: nn.Module, *, will_load: bool) -> None:
-    if not will_load and not callable(getattr(model, "init_parameter", None)):
+def _check_meta(model: nn.Module, will_load: Collection[str]) -> None:
+    is_filled = all(clean_fqn(name) in will_load for name, _ in model.named_parameters())
+    if not is_filled and not callable(getattr(model, "init_parameter", None)):
         raise ConfigError(
             f"{type(model).__name__} is on the meta device and has no init_parameter(name, tensor, generator)",
             fix="add the method, or build the model on the CPU",
@@ -110,11 +113,15 @@ def _move_to_device(model_part: nn.Module, device: torch.device, offload: bool) 
         model_part._apply(move)  # type: ignore[no-untyped-call]
 
 
-def _init_parameters(model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device) -> None:
+def _init_parameters(
+    model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device, will_load: Collection[str]
+) -> None:
     """Initialize the parameters, drawing on ``device`` wherever they are stored: another device draws other values."""
     with torch.no_grad():
         for name, p in model_part.named_parameters():
             name = clean_fqn(name)  # noqa: PLW2901 - values must not depend on wrappers
+            if name in will_load:
+                continue
             full = torch.empty(p.shape, dtype=p.dtype, device=device)
             generator = torch.Generator(device).manual_seed(seeds.derive_seed(seed, "init", name))
             full_model.init_parameter(name, full, generator)  # type: ignore[operator]

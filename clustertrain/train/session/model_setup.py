@@ -49,9 +49,10 @@ def prepare_model(
     model: nn.Module,
     freeze: Sequence[str],
     unfreeze: Iterable[tuple[int, Sequence[str]]],
-    weights: PretrainedWeights | None = None,
+    weights: Sequence[PretrainedWeights] = (),
 ) -> PreparedModel:
-    """Freeze and parallelize ``model``, and load its ``weights``; see ``Session.parallelize``. Collective.
+    """Freeze and parallelize ``model``, and load the ``weights`` of it or of its modules; see ``Session.parallelize``.
+    Collective.
 
     Raises:
         ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
@@ -59,9 +60,11 @@ def prepare_model(
     param_table = param_info.build_param_table(model)
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
-    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
-    if weights is not None:
-        pretrained.load_unless_resuming(runtime, parallelized, weights)
+    selected = pretrained.select(weights, model, runtime.context.layout)
+    will_load = frozenset(name for s in selected for name in s.parameter_names())
+    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=will_load)
+    if selected:
+        pretrained.load_unless_resuming(runtime, parallelized, selected)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
 

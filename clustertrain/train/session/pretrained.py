@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.checkpoint.format import safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
 from clustertrain.train.session.runtime import SessionRuntime
 
 
@@ -21,7 +23,7 @@ class PretrainedWeights:
     """The files with the weights of a model."""
 
     model: nn.Module
-    """The whole model, before it is parallelized."""
+    """The whole model or a module of it, before it is parallelized."""
     path: Path
     names: Mapping[str, str]
     """The file's name of each tensor, by its name in the model."""
@@ -53,25 +55,65 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     return PretrainedWeights(model, path.expanduser(), names)
 
 
-def load_unless_resuming(runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights) -> None:
-    """Load ``weights`` into the parallelized ``model``, unless a checkpoint will replace them. Collective.
+@dataclass(frozen=True)
+class SelectedWeights:
+    """Weights of the model that is parallelized, or of one of its modules."""
+
+    weights: PretrainedWeights
+    module: str
+    """Name of the module in the model; empty: the model itself."""
+
+    def parameter_names(self) -> list[str]:
+        """Return the names in the model of the tensors that are loaded."""
+        return [f"{self.module}.{name}" if self.module else name for name in self.weights.names]
+
+
+def select(weights: Sequence[PretrainedWeights], model: nn.Module, layout: Layout) -> list[SelectedWeights]:
+    """Return the ``weights`` of ``model`` and of its modules; others belong to another model.
+
+    Raises:
+        ConfigError: a pipeline would split a module with weights of its own, or two files have the same tensors.
+    """
+    names = {id(module): clean_fqn(name) for name, module in model.named_modules()}
+    selected = [SelectedWeights(w, names[id(w.model)]) for w in weights if id(w.model) in names]
+    if layout.pp > 1 and any(s.module for s in selected):
+        raise ConfigError(
+            f"pp {layout.pp}: weights of parts of a model cannot be loaded into pipeline stages",
+            fix="load the weights of the whole model, or use another layout",
+        )
+    seen: set[str] = set()
+    for s in selected:
+        if twice := seen.intersection(s.parameter_names()):
+            raise ConfigError(
+                f"load_pretrained: {min(twice)} would be loaded twice: its module is part of another one with weights",
+                fix="load each module once",
+            )
+        seen.update(s.parameter_names())
+    return selected
+
+
+def load_unless_resuming(runtime: SessionRuntime, model: nn.Module, selected: Sequence[SelectedWeights]) -> None:
+    """Load the weights into the parallelized ``model``, unless a checkpoint will replace them. Collective.
 
     Raises:
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
 
     def load() -> None:
-        started = clock.now()
         attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
         ranks = Ranks(runtime.groups.checkpoint)
-        load_pretrained(model, weights.path, weights.names, ranks, token=f"pretrained-{attempt}")
-        runtime.events.emit(
-            "pretrained_loaded",
-            path=str(weights.path),
-            tensors=len(weights.names),
-            t_begin=started,
-            load_s=clock.now() - started,
-        )
+        for i, part in enumerate(selected):
+            started, weights = clock.now(), part.weights
+            # Layouts other than pipelines change a module in place.
+            target = weights.model if part.module else model
+            load_pretrained(target, weights.path, weights.names, ranks, token=f"pretrained-{attempt}-{i}")
+            runtime.events.emit(
+                "pretrained_loaded",
+                path=str(weights.path),
+                tensors=len(weights.names),
+                t_begin=started,
+                load_s=clock.now() - started,
+            )
 
     if runtime.checkpointer.has_committed():
         runtime.state.load_initial_weights = load

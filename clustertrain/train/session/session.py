@@ -75,7 +75,7 @@ class Session:
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
         self._state = SessionState()
-        self._pretrained: pretrained.PretrainedWeights | None = None
+        self._pretrained: list[pretrained.PretrainedWeights] = []
         self._prepared_model: PreparedModel | None = None
         self._runtime: SessionRuntime | None = None
 
@@ -145,7 +145,14 @@ class Session:
         The model may be on the meta device: each rank then reads only its own part of the weights. They are converted
         to the model's dtypes. Nothing is read if the run resumes from a checkpoint. Collective.
 
+        Parts of a model that were trained apart are loaded by one call each; the other modules start as usual::
+
+            session.load_pretrained(model.tower, "weights/tower")
+            session.load_pretrained(model.decoder, "weights/text")
+            model = session.parallelize(model)
+
         Args:
+            model: the model, or a module of it.
             path: a safetensors file, or a folder with one or with several and their index, as ``save_pretrained``
                 writes it.
             rename: returns the name in the file for the name of a tensor in ``model.state_dict()``; default: the same.
@@ -154,9 +161,10 @@ class Session:
             NotFound: a file is missing.
             ConfigError: a file is damaged, or its tensors are not those of the model; all differences are listed.
         """
-        self._pretrained = pretrained.name_weights(model, Path(path), rename)
+        weights = pretrained.name_weights(model, Path(path), rename)
         if not get_runtime(self).checkpointer.has_committed():
-            self._pretrained.check()
+            weights.check()
+        self._pretrained = [w for w in self._pretrained if w.model is not model] + [weights]
         return model
 
     def parallelize(
@@ -186,8 +194,7 @@ class Session:
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
-        weights = self._pretrained if self._pretrained is not None and self._pretrained.model is model else None
-        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, weights)
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, self._pretrained)
         self._state.model = self._prepared_model.model
         return self._prepared_model.model
 
