@@ -134,8 +134,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ``train.global_batch``; keys given in the recipe win. Empty: no preset. Not for convnets and entries."""
     init: str = ""
     """Folder or ``.safetensors`` file with the weights to start from, in the format of Hugging Face transformers. The
-    folder's ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models are supported. For other
-    models and entries: tensors with the names of the module, as ``checkpoint export`` writes them. Empty: random
+    folder's ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models are supported. For
+    other models and entries: tensors with the names of the module, as ``checkpoint export`` writes them. Empty: random
     weights."""
     init_parts: dict[str, str] = {}
     """Weights to start parts of an entry's model from: a folder or ``.safetensors`` file by the name of a module, such

@@ -66,7 +66,7 @@ _UNSUPPORTED_FAMILIES = {
 
 
 def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and the paths of weights made absolute.
+    """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and absolute paths of weights.
 
     A file that has no ``config.json`` beside it leaves the sizes to the document, as does a model other than the
     decoder.

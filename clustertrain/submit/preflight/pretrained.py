@@ -12,8 +12,8 @@ from clustertrain.submit.prepared_run import PreparedRun
 def check_pretrained(prepared: PreparedRun) -> str | None:
     """Return a note on the weights that the run starts from; None if they are random.
 
-    The names of the tensors are compared with the model of the recipe if that is the decoder; the ranks compare those of
-    other models, which need torch.
+    The tensors are compared with the model of the recipe if that is the decoder. Building other models needs torch, so
+    the ranks compare theirs.
 
     Raises:
         NotFound: a file is missing.
