@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from clustertrain.errors import ConfigError
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms
+from clustertrain.train.models import contrastive
 from clustertrain.train.models.contrastive import ContrastiveLoss, Embeddings
 from clustertrain.train.step.whole_batch import gather
 
@@ -26,7 +27,7 @@ class CollectedEmbeddings:
 
     def add(self, output: object, target: object, sample_indices: Sequence[int]) -> None:
         """Add a micro-batch, whose first samples have these indices in the dataset; the others are padding."""
-        embeddings = self._loss.embed(output, target)
+        embeddings = contrastive.embed(self._loss, output, target)
         count = len(sample_indices)
         ids = None if embeddings.ids is None else embeddings.ids[:count]
         keys = torch.tensor(sample_indices, dtype=torch.int64).to(embeddings.first.device, non_blocking=True)
@@ -56,8 +57,8 @@ class CollectedEmbeddings:
             rows = slice(first, first + size)
             ids = None if everything.ids is None else everything.ids[rows]
             compared = everything.with_rows(everything.pack()[rows], ids).grouped(size)
-            terms = [(self._loss.row_losses(compared, compared).sum(), size)]
-            similarities = self._loss.compare(compared)
+            terms = [(contrastive.row_losses(compared, compared).sum(), size)]
+            similarities = contrastive.similarities(compared)
             terms += [compute_terms(metric, similarities, keys[rows], -100) for metric in metrics]
             for i, (total, count) in enumerate(terms):
                 sums[i] += torch.stack([total.double(), torch.as_tensor(count, device=device).double()])

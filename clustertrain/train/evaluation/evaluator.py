@@ -27,7 +27,7 @@ from clustertrain.train.evaluation.collected import CollectedEmbeddings
 from clustertrain.train.evaluation.dataset_pass import EvalBatch
 from clustertrain.train.evaluation.eval_mode import evaluation_mode
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms, to_full_tensor
-from clustertrain.train.models.contrastive import ContrastiveLoss
+from clustertrain.train.models.contrastive import ContrastiveLoss, embed_groups, similarities
 from clustertrain.train.step.whole_batch import check_layout
 
 MAX_SLICES = 100  # a metrics row has one value per slice and metric
@@ -194,7 +194,7 @@ class Evaluator:
             with precision.autocast(self._context):
                 terms = [as_sum_and_count(loss_fn(*selected), selected[1], is_padding=False)]
             if isinstance(loss_fn, ContrastiveLoss):
-                selected = (loss_fn.similarities(*selected), selected[1])
+                selected = (similarities(embed_groups(loss_fn, *selected)), selected[1])
             terms += [compute_terms(metric, *selected, ignore_index) for metric in metrics]
             for column, (total, count) in enumerate(terms):
                 count_tensor = torch.as_tensor(count, device=sums.device).double()

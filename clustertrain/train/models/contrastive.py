@@ -49,23 +49,28 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class ContrastiveLoss:
-    """The NT-Xent loss of two embeddings of each sample, which the model returns.
+    """The NT-Xent loss of two embeddings of each sample, for :meth:`Session.train_step` and :meth:`Session.evaluate`.
 
-    A pair (first, second) of tensors (batch, dim) are two views of the same samples: each view must identify its
-    partner among all other views by cosine similarity (Chen et al., arXiv 2002.05709, equation 1). With a third output,
-    a tensor of one element, they come from two encoders: each first embedding must identify its second one among the
-    second ones, and the reverse (Radford et al., arXiv 2103.00020, figure 3). The third output is the inverse of the
-    temperature, which the model may learn.
+    The model returns a pair (first, second) of tensors (batch, dim), two views of the same samples. Each view must
+    identify its partner among all other views by cosine similarity (Chen et al., arXiv 2002.05709, equation 1). Or it
+    returns a triple (first, second, scale) of two encoders. Each first embedding must identify its second one among the
+    second ones, and the reverse (Radford et al., arXiv 2103.00020, figure 3); ``scale``, a tensor of one element, is
+    the inverse of the temperature, which the model may learn.
+
+    Args:
+        temperature: temperature of a pair's similarities; unused with a triple.
+        group: samples that are compared with each other: neighbors in the global batch, which share a micro-batch. 0:
+            all samples of the global batch, on all ranks and in all micro-batches.
+        ids_in_targets: the targets are int64 ids of the samples, and equal ones are not negatives of each other: at the
+            end of an epoch, a global batch may contain one sample twice.
+
+    Raises:
+        UsageError: the temperature is not above 0, or the group is 1 or below 0.
     """
 
     temperature: float = 0.1
-    """Temperature of a pair's similarities. Unused if the model returns the third output."""
     group: int = 0
-    """Samples that are compared with each other: neighbors in the global batch that share a micro-batch. 0: all samples
-    of the global batch, on all ranks and in all micro-batches."""
     ids_in_targets: bool = False
-    """Targets are int64 ids of the samples, and equal ones are not negatives of each other: at the end of an epoch, a
-    global batch may contain one sample twice."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -81,90 +86,89 @@ class ContrastiveLoss:
         Raises:
             ConfigError: the model's output is neither a pair nor a triple, or the samples do not divide into groups.
         """
-        embeddings = self._split(self.embed(output, target))
-        losses = self.row_losses(embeddings, embeddings)
+        embeddings = embed_groups(self, output, target)
+        losses = row_losses(embeddings, embeddings)
         return losses.sum(), losses.numel()
 
-    def embed(self, output: Any, target: Any) -> Embeddings:
-        """Return the embeddings (batch, dim) in a model's output.
 
-        Raises:
-            ConfigError: the output is neither a pair nor a triple, or the targets are not one id per sample.
-        """
-        if not _is_pair_or_triple(output):
-            raise ConfigError(
-                "the loss nt-xent: the model did not return a pair of embeddings of one shape (batch, dim)",
-                fix="return (first, second), the embeddings of the two views of each sample; or (first, second, scale) "
-                "of two encoders, with the inverse of the temperature",
-            )
-        first, second = (
-            F.normalize((t.full_tensor() if is_dtensor(t) else t).float(), dim=-1)  # fp32: bf16 has 8 bits of precision
-            for t in output[:2]
+def embed(loss: ContrastiveLoss, output: Any, target: Any) -> Embeddings:
+    """Return the embeddings (batch, dim) in a model's output.
+
+    Raises:
+        ConfigError: the output is neither a pair nor a triple, or the targets are not one id per sample.
+    """
+    if not _is_pair_or_triple(output):
+        raise ConfigError(
+            "the loss nt-xent: the model did not return a pair of embeddings of one shape (batch, dim)",
+            fix="return (first, second), the embeddings of the two views of each sample; or (first, second, scale) of "
+            "two encoders, with the inverse of the temperature",
         )
-        two_sided = len(output) == 3
-        scale = output[2].float().reshape(()) if two_sided else 1 / self.temperature
-        return Embeddings(first, second, scale, self._read_ids(target, len(first)), two_sided)
+    first, second = (
+        F.normalize((t.full_tensor() if is_dtensor(t) else t).float(), dim=-1)  # fp32: bf16 has 8 bits of precision
+        for t in output[:2]
+    )
+    two_sided = len(output) == 3
+    scale = output[2].float().reshape(()) if two_sided else 1 / loss.temperature
+    return Embeddings(first, second, scale, _read_ids(target, len(first)) if loss.ids_in_targets else None, two_sided)
 
-    def _read_ids(self, target: Any, count: int) -> torch.Tensor | None:
-        if not self.ids_in_targets:
-            return None
-        if not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.shape != (count,):
-            raise ConfigError(
-                f"the loss nt-xent: the targets of {count} samples are not as many int64 ids",
-                fix="let the dataset return (inputs, i) for sample i",
-            )
-        return target
 
-    def similarities(self, output: Any, target: Any) -> torch.Tensor:
-        """Return the similarities of each first to each second embedding, (groups, group, group)."""
-        return self.compare(self._split(self.embed(output, target)))
+def embed_groups(loss: ContrastiveLoss, output: Any, target: Any) -> Embeddings:
+    """Return the embeddings in a model's output in groups of samples that are compared, (groups, group, dim).
 
-    def compare(self, embeddings: Embeddings) -> torch.Tensor:
-        """Return the similarities (groups, group, group) of embeddings (groups, group, dim)."""
-        with torch.autocast(embeddings.first.device.type, enabled=False):
-            return embeddings.first @ embeddings.second.mT * embeddings.scale
+    Raises:
+        ConfigError: as :func:`embed`; or the samples do not divide into groups.
+    """
+    embeddings = embed(loss, output, target)
+    size = loss.group or len(embeddings)
+    if not size or len(embeddings) % size:
+        raise ConfigError(
+            f"a micro-batch of {len(embeddings)} does not divide into groups of {size} (objective.group)",
+            fix="set train.micro_batch to a multiple of the group, and a global batch that divides evenly; or "
+            "objective.group = 0, to compare the whole global batch",
+        )
+    return embeddings.grouped(size)
 
-    def _split(self, embeddings: Embeddings) -> Embeddings:
-        size = self.group or len(embeddings)
-        if not size or len(embeddings) % size:
-            raise ConfigError(
-                f"a micro-batch of {len(embeddings)} does not divide into groups of {size} (objective.group)",
-                fix="set train.micro_batch to a multiple of the group, and a global batch that divides evenly; or "
-                "objective.group = 0, to compare the whole global batch",
-            )
-        return embeddings.grouped(size)
 
-    def row_losses(self, rows: Embeddings, columns: Embeddings, first: int = 0) -> torch.Tensor:
-        """Return the loss of each sample in ``rows``, (…, rows), compared with all ``columns``.
+def similarities(embeddings: Embeddings) -> torch.Tensor:
+    """Return the similarities of each first to each second embedding of its group, (groups, group, group)."""
+    with torch.autocast(embeddings.first.device.type, enabled=False):
+        return embeddings.first @ embeddings.second.mT * embeddings.scale
 
-        Args:
-            first: index in ``columns`` of the first sample in ``rows``; the others follow it.
-        """
-        count, total, device = len(rows), len(columns), rows.first.device
-        own = torch.arange(first, first + count, device=device)
-        with torch.autocast(device.type, enabled=False):
-            if not columns.two_sided:
-                return self._view_losses(rows, columns, own, total)
-            excluded = None
-            if rows.ids is not None and columns.ids is not None:
-                same = rows.ids[..., :, None] == columns.ids[..., None, :]
-                excluded = same & (own[:, None] != torch.arange(total, device=device))
+
+def row_losses(rows: Embeddings, columns: Embeddings, first: int = 0) -> torch.Tensor:
+    """Return the loss of each sample in ``rows``, (…, rows), compared with all ``columns``.
+
+    Args:
+        first: index in ``columns`` of the first sample in ``rows``; the others follow it.
+    """
+    count, total, device = len(rows), len(columns), rows.first.device
+    own = torch.arange(first, first + count, device=device)
+    duplicates = None
+    if rows.ids is not None and columns.ids is not None:
+        same = rows.ids[..., :, None] == columns.ids[..., None, :]
+        duplicates = same & (own[:, None] != torch.arange(total, device=device))
+    with torch.autocast(device.type, enabled=False):
+        if columns.two_sided:
             to_second = rows.first @ columns.second.mT * columns.scale
             to_first = rows.second @ columns.first.mT * columns.scale
-            return (_cross_entropy(to_second, own, excluded) + _cross_entropy(to_first, own, excluded)) / 2
-
-    def _view_losses(self, rows: Embeddings, columns: Embeddings, own: torch.Tensor, total: int) -> torch.Tensor:
+            return (_cross_entropy(to_second, own, duplicates) + _cross_entropy(to_first, own, duplicates)) / 2
         # Log-sum-exp subtracts the maximum, so a low temperature does not overflow.
         queries, views = (torch.cat([e.first, e.second], -2) for e in (rows, columns))
-        own_views = torch.cat([own, total + own])
-        itself = own_views[:, None] == torch.arange(2 * total, device=own.device)
-        if rows.ids is not None and columns.ids is not None:
-            same = (rows.ids[..., :, None] == columns.ids[..., None, :]) & (
-                own[:, None] != torch.arange(total, device=own.device)
-            )
-            itself = itself | same.repeat(*[1] * (same.dim() - 2), 2, 2)
-        losses = _cross_entropy(queries @ views.mT * columns.scale, torch.cat([total + own, own]), itself)
-        return sum(losses.chunk(2, -1), start=torch.zeros_like(losses[..., : len(own)])) / 2
+        excluded = torch.cat([own, total + own])[:, None] == torch.arange(2 * total, device=device)  # itself
+        if duplicates is not None:
+            excluded = excluded | torch.cat([torch.cat([duplicates] * 2, -1)] * 2, -2)
+        losses = _cross_entropy(queries @ views.mT * columns.scale, torch.cat([total + own, own]), excluded)
+        of_first, of_second = losses.chunk(2, -1)
+        return (of_first + of_second) / 2
+
+
+def _read_ids(target: Any, count: int) -> torch.Tensor:
+    if not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.shape != (count,):
+        raise ConfigError(
+            f"the loss nt-xent: the targets of {count} samples are not as many int64 ids",
+            fix="let the dataset return (inputs, i) for sample i",
+        )
+    return target
 
 
 def _is_pair_or_triple(output: Any) -> bool:

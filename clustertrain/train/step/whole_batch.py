@@ -22,6 +22,7 @@ from clustertrain.train.core import seeds, step_timer
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.step_types import call_model, pack_sum_count
 from clustertrain.train.distributed import data_parallel, precision
+from clustertrain.train.models import contrastive
 from clustertrain.train.models.contrastive import ContrastiveLoss, Embeddings
 from clustertrain.train.profiling.forward_timer import ForwardTimer
 from clustertrain.train.stability.conditional_step import RunningStatistics
@@ -67,7 +68,7 @@ class WholeBatchPasses:
         if len(micro_batches) == 1:
             with data_parallel.gradient_sync(self._model, last=True):
                 embeddings = self._forward(self._model, micro_batches[0], positions[0], loss)
-                gradients, totals = self._compare([embeddings], is_padding, loss, loss_scale)
+                gradients, totals = self._compare([embeddings], is_padding, loss_scale)
                 self._backward(embeddings, gradients, 0, 1)
             return totals
         self._statistics.save()
@@ -77,7 +78,7 @@ class WholeBatchPasses:
                 rng_states.append(seeds.capture_rng_state(self._context.device))
                 ahead.append(self._forward(self._bare_model, batch, samples, loss))
         self._statistics.restore_where(torch.ones((), dtype=torch.bool))
-        gradients, totals = self._compare(ahead, is_padding, loss, loss_scale)
+        gradients, totals = self._compare(ahead, is_padding, loss_scale)
         row, last, defer = 0, len(micro_batches) - 1, self._context.layout.defer_reduction
         for i, (batch, samples) in enumerate(zip(micro_batches, positions, strict=True)):
             seeds.restore_rng_state(rng_states[i], self._context.device)  # the same dropout as in the first pass
@@ -91,7 +92,7 @@ class WholeBatchPasses:
         inputs, target = batch
         self._forward_timer.begin()
         with step_timer.record_part("forward"), precision.autocast(self._context):
-            embeddings = loss.embed(call_model(model, inputs, samples), target)
+            embeddings = contrastive.embed(loss, call_model(model, inputs, samples), target)
         self._forward_timer.end()
         return embeddings
 
@@ -107,7 +108,7 @@ class WholeBatchPasses:
             torch.autograd.backward(outputs, grads)
 
     def _compare(
-        self, micro_batches: list[Embeddings], is_padding: Sequence[bool], loss: ContrastiveLoss, loss_scale: float
+        self, micro_batches: list[Embeddings], is_padding: Sequence[bool], loss_scale: float
     ) -> tuple[_Gradients, torch.Tensor]:
         """Return the gradients, and the totals of the micro-batches. Collective."""
         sizes = [len(e) for e in micro_batches]
@@ -125,7 +126,7 @@ class WholeBatchPasses:
         with step_timer.record_part("forward"):
             columns = one.with_rows(packed, ids)
             rows = one.with_rows(packed[first : first + len(local)], local_ids)
-            losses = loss.row_losses(rows, columns, first)
+            losses = contrastive.row_losses(rows, columns, first)
         with step_timer.record_part("backward"):
             grads = torch.autograd.grad(losses.sum() * loss_scale, leaves)
             gradients = _Gradients(reduce_scatter(grads[0], len(local)), *grads[1:])

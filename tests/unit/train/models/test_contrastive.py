@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.train.models.contrastive import ContrastiveLoss
+from clustertrain.train.models.contrastive import ContrastiveLoss, embed, row_losses
 
 
 def random(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -54,9 +54,9 @@ def test_groups_are_independent(scale: tuple[torch.Tensor, ...]) -> None:
 @pytest.mark.parametrize("scale", [(), (torch.tensor([4.0]),)], ids=["views", "towers"])
 def test_rows_of_parts_are_those_of_the_whole(scale: tuple[torch.Tensor, ...]) -> None:
     loss, ids = ContrastiveLoss(ids_in_targets=True), torch.tensor([0, 1, 2, 3, 4, 1])
-    whole = loss.embed((random(6, 8), random(6, 8, seed=2), *scale), ids)
-    rows = loss.row_losses(whole, whole)
-    parts = [loss.row_losses(whole.with_rows(whole.pack()[i : i + 2], ids[i : i + 2]), whole, i) for i in (0, 2, 4)]
+    whole = embed(loss, (random(6, 8), random(6, 8, seed=2), *scale), ids)
+    rows = row_losses(whole, whole)
+    parts = [row_losses(whole.with_rows(whole.pack()[i : i + 2], ids[i : i + 2]), whole, i) for i in (0, 2, 4)]
     assert torch.allclose(torch.cat(parts), rows, rtol=1e-6)
 
 
