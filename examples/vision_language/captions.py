@@ -73,7 +73,7 @@ class VisionLanguage(nn.Module):
     def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         prefix = self.projector(self.see(images))
         logits = self.decoder(torch.cat([prefix, self.decoder.embed(tokens)], 1))
-        return logits[:, prefix.shape[1] :]
+        return logits[:, prefix.shape[1] :].contiguous()
 
     def see(self, images: torch.Tensor) -> torch.Tensor:
         """Return the tower's features of four quarters of each image, (batch, 4, features)."""

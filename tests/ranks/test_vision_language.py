@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.long]
 EXAMPLE = ROOT / "examples" / "vision_language"
 # Fewer steps than in the recipes, and other layouts.
 STEPS = {"tower": 60, "text": 70, "projector": 20, "whole": 40}
-LAYOUTS = {"tower": ("single", 1), "text": ("single", 1), "projector": ("ddp", 2), "whole": ("fsdp", 2)}
+LAYOUTS = {"tower": ("single", 1), "text": ("single", 1), "projector": ("fsdp", 2), "whole": ("ddp", 2)}
 # Without the image, a caption of 20 bytes has a loss of at least ln 10 / 20 = 0.115.
-LIMITS = {"tower": 1.5, "text": 0.3, "projector": 0.3, "whole": 0.1}
+LIMITS = {"tower": 1.5, "text": 0.3, "projector": 0.3, "whole": 0.11}
 UNFROZEN_AT = 10
 
 
@@ -43,13 +43,15 @@ def run_stage(folder: Path, stage: str) -> tuple[RunDir, Ranks]:
     run = make_run(folder / f"run-{stage}", strategy, ranks)
     recipe: dict[str, Any] = tomllib.loads((EXAMPLE / f"{stage}.toml").read_text())
     del recipe["job"]
-    recipe["train"] |= {"steps": STEPS[stage]}
+    recipe["train"] |= {"steps": STEPS[stage], "global_batch": 32}
     recipe["checkpoint"] = {"every": STEPS[stage]}
     recipe.setdefault("evaluation", {})["every"] = STEPS[stage]
     if recipe["data"].get("validation") is None:
         del recipe["evaluation"]
     for unfreeze in recipe["optim"].get("unfreeze", ()):
         unfreeze["step"] = UNFROZEN_AT
+    if stage == "whole":
+        recipe["optim"]["lr"] = 3e-3
     model = recipe["model"]
     if "init" in model:
         model["init"] = str(folder / model["init"])
@@ -57,8 +59,7 @@ def run_stage(folder: Path, stage: str) -> tuple[RunDir, Ranks]:
         # The text as exported for others, with the names of Hugging Face.
         model["init_parts"] = {part: str(folder / path) for part, path in model["init_parts"].items()}
     run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
-    batch = recipe["train"]["global_batch"]
-    write_plan(run, strategy, ranks, global_batch=batch, micro_batch=batch // ranks)
+    write_plan(run, strategy, ranks, global_batch=32, micro_batch=32 // ranks)
     done = Ranks(run, ranks, setup=one_thread).expect(0)
     (folder / "weights").mkdir(exist_ok=True)
     checkpoint = find_checkpoint(run.checkpoints, None)

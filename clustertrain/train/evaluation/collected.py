@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from clustertrain.errors import ConfigError
-from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms
+from clustertrain.train.evaluation.metrics import EvalMetric, MetricTerms, compute_terms
 from clustertrain.train.models import contrastive
 from clustertrain.train.models.contrastive import ContrastiveLoss, Embeddings
 from clustertrain.train.step.whole_batch import gather
@@ -57,7 +57,7 @@ class CollectedEmbeddings:
             rows = slice(first, first + size)
             ids = None if everything.ids is None else everything.ids[rows]
             compared = everything.with_rows(everything.pack()[rows], ids).grouped(size)
-            terms = [(contrastive.row_losses(compared, compared).sum(), size)]
+            terms: list[MetricTerms] = [(contrastive.row_losses(compared, compared).sum(), size)]
             similarities = contrastive.similarities(compared)
             terms += [compute_terms(metric, similarities, keys[rows], -100) for metric in metrics]
             for i, (total, count) in enumerate(terms):

@@ -41,10 +41,12 @@ class Embeddings:
 
     def grouped(self, size: int) -> Embeddings:
         """Return groups of ``size`` adjacent samples: (groups, size, dim)."""
-        ids = None if self.ids is None else self.ids.unflatten(0, (-1, size))
-        return replace(
-            self, first=self.first.unflatten(0, (-1, size)), second=self.second.unflatten(0, (-1, size)), ids=ids
-        )
+
+        def split(t: torch.Tensor) -> torch.Tensor:
+            return t.reshape(-1, size, *t.shape[1:])
+
+        ids = None if self.ids is None else split(self.ids)
+        return replace(self, first=split(self.first), second=split(self.second), ids=ids)
 
 
 @dataclass(frozen=True)

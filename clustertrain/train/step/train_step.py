@@ -160,7 +160,7 @@ class TrainStep:
             return self._accumulate(micro_batches, samples, is_padding, loss_fn)
         with step_timer.record_part("forward"):  # and backward: the schedule mixes them
             totals = self._model.run(micro_batches, samples, is_padding, loss_fn, self._current_scale)  # type: ignore[operator]
-        return totals
+        return totals  # type: ignore[no-any-return]
 
     @property
     def _current_scale(self) -> float:

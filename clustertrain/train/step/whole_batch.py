@@ -193,7 +193,7 @@ def _totals(losses: torch.Tensor, local: torch.Tensor, packed: torch.Tensor, siz
     """
     is_spoiled = ~packed.isfinite().all()
     totals = []
-    for part, rows in zip(losses.double().split(sizes), local.split(sizes), strict=True):
+    for part, rows in zip(torch.split(losses.double(), sizes), torch.split(local, sizes), strict=True):
         origin = torch.where(rows.isfinite().all(), 0.0, torch.nan).double()
         totals.append(pack_sum_count(torch.where(is_spoiled, origin, part.sum()), len(part)))
     return torch.stack(totals)
