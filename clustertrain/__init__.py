@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clustertrain import integrations
     from clustertrain.rank_hooks.clustertrain_hooks.attach import Job, attach
+    from clustertrain.train.models.contrastive import ContrastiveLoss
     from clustertrain.train.session.session import Session, session
     from clustertrain.train.stability.clipping import Clipping
 
 __version__ = "0.1.0"
-__all__ = ["Clipping", "Job", "Session", "__version__", "attach", "integrations", "session"]
+__all__ = ["Clipping", "ContrastiveLoss", "Job", "Session", "__version__", "attach", "integrations", "session"]
 
 
 def __getattr__(name: str) -> object:
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> object:
             from clustertrain.train.stability import clipping
 
             return clipping.Clipping
+        if name == "ContrastiveLoss":
+            from clustertrain.train.models import contrastive
+
+            return contrastive.ContrastiveLoss
         from clustertrain.train.session import session
 
         return getattr(session, name)

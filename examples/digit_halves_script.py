@@ -9,12 +9,11 @@ import argparse
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
 import clustertrain as ct
 
-GROUP = 8  # each half is compared with eight halves, one of which matches; a micro-batch has whole groups
+LOSS = ct.ContrastiveLoss(temperature=0.2)  # negatives: all other halves of the global batch, on all ranks
 
 
 class Halves(TensorDataset):
@@ -26,7 +25,7 @@ class Halves(TensorDataset):
 
 
 class Towers(nn.Module):
-    """Map images (batch, 64) to similarities (groups, GROUP, GROUP) of upper and lower halves."""
+    """Map images (batch, 64) to embeddings (batch, dim) of their upper halves and of their lower halves."""
 
     def __init__(self, dim: int = 32) -> None:
         super().__init__()
@@ -35,21 +34,8 @@ class Towers(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        upper, lower = (
-            F.normalize(tower(half).float(), dim=-1).unflatten(0, (-1, GROUP))
-            for tower, half in ((self.upper, images[:, :32]), (self.lower, images[:, 32:]))
-        )
-        return upper @ lower.transpose(1, 2) / 0.2
-
-
-def nt_xent(similarities: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the sum of the losses and the number of pairs. A loss is the mean of both directions: upper to lower
-    half, and lower to upper."""
-    target = torch.arange(GROUP).to(similarities.device).repeat(len(similarities))
-    down = F.cross_entropy(similarities.flatten(0, 1), target, reduction="sum")
-    up = F.cross_entropy(similarities.transpose(1, 2).flatten(0, 1), target, reduction="sum")
-    return (down + up) / 2, len(target)
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.upper(images[:, :32]), self.lower(images[:, 32:])
 
 
 def main() -> None:
@@ -70,10 +56,10 @@ def main() -> None:
         data = session.loader(training, global_batch=64, micro_batch=16)
         state = {"model": model, "optimizer": optimizer, "data": data}
         for step in session.steps(args.steps, state, checkpoint_every=args.checkpoint_every):
-            result = session.train_step(next(data), nt_xent, clip_norm=1.0)
+            result = session.train_step(next(data), LOSS, clip_norm=1.0)
             session.log(loss=result.loss, grad_norm=result.grad_norm, lr=args.lr)
             if (step + 1) % 100 == 0:
-                metrics = session.evaluate(held_out, nt_xent, metrics=["recall_at_1"], group=GROUP, micro_batch=16)
+                metrics = session.evaluate(held_out, LOSS, metrics=["recall_at_1"])
                 session.log(**metrics)
                 if session.is_main and metrics:
                     print(f"step {step + 1}: matching half found for {metrics['validation_recall_at_1']:.1%}")

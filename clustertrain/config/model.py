@@ -79,9 +79,6 @@ class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     embedding: int = 64
     """Dimensions of the embedding space that both encoders share."""
-    group: int = 8
-    """Samples per contrastive group: each text is compared with the ``group - 1`` others of its group, which are
-    neighbors in the global batch."""
     temperature: float = 0.5
     """Temperature of the similarities; the initial one if ``learn_temperature``."""
     learn_temperature: bool = True
@@ -89,8 +86,6 @@ class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         check_positive("embedding", self.embedding)
-        if self.group < 2:
-            raise ValueError(f"group = {self.group}: must be 2 or more, to compare a text with at least one other")
         check_range("temperature", self.temperature, 0.01, 10.0)
 
     @property
@@ -142,6 +137,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     Hugging Face transformers, whose ``config.json`` sets the sizes below; Llama, Mistral, Qwen2, Qwen3 and Gemma models
     are supported. For another model, safetensors with the names of its ``state_dict()``. For every model, a checkpoint:
     RUN (the newest one), ``"RUN@best"``, ``"RUN@STEP"`` or its folder, which sets the sizes too."""
+    init_parts: dict[str, str] = {}
+    """Weights to start parts of an entry's model from: a folder or ``.safetensors`` file by the name of a module, such
+    as ``{tower = "weights/tower"}``, with the tensor names of that module; for a built-in decoder those of Hugging Face
+    too. Other modules start as without it."""
     entry: str = ""
     """Function that builds your model, as ``"package.module:function"``. It is called with ``args`` and returns the
     ``torch.nn.Module`` to train. Empty: the built-in model of ``kind``."""
@@ -213,6 +212,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"preset = {self.preset!r}: {did_you_mean(self.preset, list(PRESETS))}")
         if self.preset and (self.entry or self.kind == "convnet"):
             raise ValueError(f"preset = {self.preset!r} is a transformer: remove preset")
+        if self.init_parts and not self.entry:
+            raise ValueError("init_parts names modules of an entry's model: set entry, or init for the whole model")
+        if self.init_parts and self.init:
+            raise ValueError(f"init_parts and init = {self.init!r} are mutually exclusive: init has all weights")
+        if "" in self.init_parts or "" in self.init_parts.values():
+            raise ValueError('init_parts: needs names of modules and their files, such as { tower = "weights/tower" }')
         if self.entry:
             check_entry(self.entry)
         if self.entry and self.kind != "decoder":
@@ -221,6 +226,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         if self.args and not self.entry:
             raise ValueError("args needs an entry")
+
+    @property
+    def weight_files(self) -> dict[str, str]:
+        """The files or folders of weights to start from, by the name of the module that they fill; "" is the model."""
+        return {"": self.init} if self.init else dict(self.init_parts)
 
     @property
     def is_decoder(self) -> bool:

@@ -27,7 +27,17 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """NT-Xent of a model entry that returns a pair of embeddings. Two-tower models use ``model.two_tower.temperature``.
     """
 
+    group: int = 0
+    """NT-Xent: samples that are compared with each other. They are neighbors in the global batch, share a micro-batch,
+    and are each other's negatives. 0: the whole global batch, over all ranks and micro-batches, for layouts without
+    ``tp``, ``cp`` and ``pp``; with several micro-batches per step the model then runs forward twice."""
+
     def __post_init__(self) -> None:
         check_range("label_smoothing", self.label_smoothing, 0.0, 0.9)
         check_positive("delta", self.delta)
         check_range("temperature", self.temperature, 0.001, 10.0)
+        if self.group < 0 or self.group == 1:
+            raise ValueError(
+                f"group = {self.group}: must be 0 (the whole global batch), or 2 or more, to compare a sample with at "
+                "least one other"
+            )

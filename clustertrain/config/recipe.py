@@ -133,6 +133,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return "nt-xent" if self.model.kind == "two-tower" else "cross-entropy"
 
     @property
+    def compares_batch(self) -> bool:
+        """The loss compares all samples of the global batch, over ranks and micro-batches."""
+        return self.objective_kind == "nt-xent" and not self.objective.group
+
+    @property
     def evaluated_metrics(self) -> tuple[MetricName, ...]:
         """Metrics of an evaluation in addition to the loss."""
         return self.evaluation.metrics or cross_checks.default_metrics(self.objective_kind, is_text=self.is_text)

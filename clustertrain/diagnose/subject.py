@@ -67,7 +67,7 @@ class Subject:
     @property
     def sample_multiple(self) -> int:
         """Return the number that a batch size must be a multiple of."""
-        return self.recipe.model.two_tower.group if self.recipe.model.kind == "two-tower" else 1
+        return (self.recipe.objective.group or 2) if self.recipe.objective_kind == "nt-xent" else 1
 
     @property
     def small_sample_count(self) -> int:

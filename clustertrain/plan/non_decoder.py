@@ -11,6 +11,7 @@ from clustertrain.plan.cost.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, MemoryE
 from clustertrain.plan.cost.optimizer_state import state_bytes
 from clustertrain.plan.layout import Layout
 
+FP32_BYTES = 4
 MAX_UNESTIMATED_MICRO_BATCH = 32  # samples, if memory is not estimated
 
 
@@ -24,14 +25,26 @@ def check_not_split(model: ModelSpec, layout: Layout) -> None:
         )
 
 
-def group_size(model: ModelSpec) -> int:
+def check_comparable(recipe: Recipe, layout: Layout) -> None:
+    """Raise ConfigError if the loss compares the whole global batch and ``layout`` splits the model."""
+    splits = [f"{n} {d}" for n, d in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if d > 1]
+    if splits and recipe.compares_batch:
+        raise ConfigError(
+            f"{' x '.join(splits)}: objective.kind = 'nt-xent' compares the whole global batch, which supports data "
+            "parallelism only",
+            fix="remove these options; --layout fsdp shards the parameters. Or set objective.group, to compare inside "
+            "a micro-batch",
+        )
+
+
+def group_size(recipe: Recipe) -> int:
     """Return the number of neighboring samples that must share a micro-batch."""
-    return model.two_tower.group if model.kind == "two-tower" else 1
+    return max(1, recipe.objective.group) if recipe.objective_kind == "nt-xent" else 1
 
 
-def check_groups(model: ModelSpec, global_batch: int, micro_batch: int, data_parallel: int) -> None:
+def check_groups(recipe: Recipe, global_batch: int, micro_batch: int, data_parallel: int) -> None:
     """Raise ConfigError, with the arithmetic, if a group would span two micro-batches or ranks."""
-    size = group_size(model)
+    size = group_size(recipe)
     samples_per_pass = size * data_parallel
     for value, unit, setting in (
         (micro_batch, size, f"train.micro_batch = {micro_batch}"),
@@ -43,10 +56,24 @@ def check_groups(model: ModelSpec, global_batch: int, micro_batch: int, data_par
     ):
         if value % unit:
             raise ConfigError(
-                f"{setting} does not divide into groups of {size} (model.two_tower.group): "
-                f"{value} / {unit} = {value / unit:g}",
-                fix=f"use {nearest_multiples(value, unit)}",
+                f"{setting} does not divide into groups of {size} (objective.group): {value} / {unit} = "
+                f"{value / unit:g}",
+                fix=f"use {nearest_multiples(value, unit)}, or objective.group = 0 to compare the whole global batch",
             )
+
+
+def similarities_bytes(model: ModelSpec, rows: int, columns: int) -> int:
+    """Return the bytes of the fp32 similarities of ``rows`` samples of a rank to the ``columns`` of the global batch.
+
+    A two-tower model compares in two directions; of a pair of views, both are compared with both of each other sample.
+    The loss keeps their softmax for the backward pass, as large again.
+    """
+    return 2 * (2 if model.kind == "two-tower" else 4) * rows * columns * FP32_BYTES
+
+
+def embeddings_bytes(model: ModelSpec, samples: int) -> int:
+    """Return the bytes of both fp32 embeddings of ``samples``; 0 if their width is unknown."""
+    return 2 * samples * model.two_tower.embedding * FP32_BYTES if model.kind == "two-tower" else 0
 
 
 def estimate_states(recipe: Recipe, layout: Layout, capacity_gib: float | None) -> MemoryEstimate:

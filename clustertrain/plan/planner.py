@@ -136,7 +136,7 @@ def plan(
         ),
         env=nccl.process_env(device, job.cpus_per_gpu, job.gpus, env_names),
         training=training.describe_training(
-            spec, decision.layout, request.optimizer_state, request.device, decision.batch.global_batch
+            spec, decision.layout, decision.batch, request.optimizer_state, request.device
         ),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.preemption_test.grace_s if job.backend == "local" else profile.grace_s,

@@ -164,6 +164,7 @@ class PlanRequest:
             adapter_checks.check_base(self.spec.recipe, layout.tp)
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
+            non_decoder.check_comparable(self.spec.recipe, layout)
         if self.spec.script is None:
             optimizer_checks.check_optimizer(self.spec.recipe.optim, layout, self.model_kind, self.device)
         return layout
@@ -230,7 +231,7 @@ class PlanRequest:
         train = self.spec.recipe.train
         # Every pipeline schedule supports multiples of its ranks.
         return train.global_batch or default_global_batch(
-            layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe.model)) * layout.pp,
+            layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe)) * layout.pp,
             self.min_global_batch,
         )
 
@@ -257,8 +258,8 @@ class PlanRequest:
         """Return the batch split under ``layout`` and its peak memory in GiB."""
         recipe, global_batch = self.spec.recipe, self.resolve_global_batch(layout)
         check_divides(global_batch, layout.data_parallel, recipe.train.micro_batch)
-        non_decoder.check_groups(recipe.model, global_batch, recipe.train.micro_batch, layout.data_parallel)
-        rank_batch, group = global_batch // layout.data_parallel, non_decoder.group_size(recipe.model)
+        non_decoder.check_groups(recipe, global_batch, recipe.train.micro_batch, layout.data_parallel)
+        rank_batch, group = global_batch // layout.data_parallel, non_decoder.group_size(recipe)
 
         def estimate_peak(micro_batch: int) -> float:
             return self.estimate_memory(layout, micro_batch).peak_gib or 0.0

@@ -265,8 +265,8 @@ def check_data(prepared: PreparedRun) -> Notes:
 
 
 def check_pretrained(prepared: PreparedRun) -> Notes:
-    """Refuse weights in model.init that are missing, damaged or another model's; note what they are."""
-    if not prepared.spec.recipe.model.init:
+    """Refuse weights in model.init or init_parts that are missing, damaged or another model's; note what they are."""
+    if not prepared.spec.recipe.model.weight_files:
         return None
     from clustertrain.submit.preflight import pretrained  # not at the top: most runs start from random weights
 

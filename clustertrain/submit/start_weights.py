@@ -15,7 +15,7 @@ _OTHER_KINDS = ("convnet", "two-tower")
 
 
 def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """Return a recipe's document with the path of ``model.init`` made absolute, and the model's sizes in ``[model]``.
+    """Return a recipe's document with absolute paths of its weights, and the sizes of ``model.init`` in ``[model]``.
 
     The sizes come from the recipe of the checkpoint, or from ``config.json`` beside the weights of a decoder.
 
@@ -26,7 +26,11 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         ConfigError: the model is not supported, or the preset or a key of the document contradicts it.
     """
     model = document.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("init"), str) or not model["init"]:
+    if not isinstance(model, dict):
+        return dict(document)
+    if model.get("init_parts"):
+        return families.apply_init(document, cwd)
+    if not isinstance(model.get("init"), str) or not model["init"]:
         return dict(document)
     try:
         path = start_weights.resolve_weights(model["init"], cwd)

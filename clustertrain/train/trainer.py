@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import nn
 
+from clustertrain.checkpoint.format import model_tensors
 from clustertrain.config.checks.epochs import has_epoch_keys, list_epoch_keys
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.config.huggingface import tensor_names
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.config.recipe import Recipe
-from clustertrain.errors import ConfigError
+from clustertrain.errors import ConfigError, NotFound
 from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
@@ -22,10 +26,10 @@ from clustertrain.train.distributed import attention_kernels
 from clustertrain.train.evaluation.best_metric import LOSS_METRIC
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.models.build import TrainingTask, build_task, find_model_loss
+from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.session.model_setup import report_eval_mode
-from clustertrain.train.session.pretrained import find_rename
 from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
 
@@ -53,8 +57,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     runtime = get_runtime(session)
     training_task = build_task(recipe)
     optim = recipe.optim
-    if recipe.model.init:
-        session.load_pretrained(training_task.model, recipe.model.init, rename=find_rename(recipe.model))
+    load_weights(session, recipe.model, training_task.model)
     if recipe.adapter.is_enabled:
         _add_adapters(session, recipe, training_task.model)
     model = session.parallelize(
@@ -92,6 +95,34 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     return Trainer(
         session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.from_spec(recipe.optim)
     )
+
+
+def load_weights(session: Session, spec: ModelSpec, model: nn.Module) -> None:
+    """Have ``session`` load the weights that ``model`` starts from, if the recipe names some. Collective.
+
+    Raises:
+        NotFound: a file is missing.
+        ConfigError: a file is damaged, its tensors are not those of the module, or there is no such module.
+    """
+    modules = dict(model.named_modules())
+    for name, path in spec.weight_files.items():
+        if name not in modules:
+            raise ConfigError(
+                f"model.init_parts: {spec.entry} has no module {name!r}",
+                fix=did_you_mean(name, [m for m in modules if m]),
+            )
+        module = modules[name]
+        # The decoder has Hugging Face's names in files, unless these were exported with --names own.
+        is_own = not isinstance(module, Decoder) or _has_own_names(module, Path(path))
+        names = {} if is_own else {own: hf for own, (hf, _) in tensor_names.list_tensors(module.spec).items()}
+        session.load_pretrained(module, path, rename=lambda own, names=names: names.get(own, own))  # type: ignore[misc]
+
+
+def _has_own_names(module: nn.Module, path: Path) -> bool:
+    try:
+        return not model_tensors.read_weights(path).tensors.keys().isdisjoint(module.state_dict())
+    except NotFound:  # a run that resumes does not need the files
+        return False
 
 
 def _add_adapters(session: Session, recipe: Recipe, model: nn.Module) -> None:
@@ -160,7 +191,7 @@ def build_evaluations(
         micro_batch=spec.micro_batch or None,
         samples=spec.samples,
         workers=recipe.data.workers,
-        group=recipe.model.two_tower.group if recipe.model.kind == "two-tower" else 1,
+        group=max(1, recipe.objective.group) if recipe.objective_kind == "nt-xent" else 1,
         ignore_index=recipe.objective.ignore_index,
         save_predictions=spec.save_predictions,
         limits=task.limits,

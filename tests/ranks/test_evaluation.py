@@ -155,11 +155,14 @@ def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     assert result[4] == pytest.approx(single[4], rel=2e-5)
 
 
-def test_contrastive_groups_are_independent_of_layout(tmp_path: Path) -> None:
-    tables = {"data": {"validation": 0.1}, "model": {"kind": "two-tower", "two_tower": {"group": 4}}}
+@pytest.mark.parametrize("group", [4, 0])
+def test_contrastive_groups_are_independent_of_layout(tmp_path: Path, group: int) -> None:
+    tables = {
+        "data": {"validation": 0.1}, "model": {"kind": "two-tower"}, "objective": {"group": group},
+    }  # fmt: skip
     result = []
     for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
-        run = make_evaluation_run(tmp_path / layout.describe(), layout, tables, global_batch=32, micro_batch=4, steps=2)
+        run = make_evaluation_run(tmp_path / layout.describe(), layout, tables, global_batch=8, micro_batch=4, steps=2)
         Ranks(run, layout.world_size, setup=use_validation_pairs).expect(0)
         result.append(evaluations(run)[2])
     assert result[0].keys() == {"validation_loss", "validation_recall_at_1"}

@@ -20,7 +20,7 @@ LOSS, NORM = 2e-6, 5e-6
 
 MODELS: dict[str, dict[str, Any]] = {
     "convnet": {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}},
-    "two-tower": {"kind": "two-tower", "dropout": 0.1, "two_tower": {"embedding": 16, "group": 4}},
+    "two-tower": {"kind": "two-tower", "dropout": 0.1, "two_tower": {"embedding": 16}},
     "entry": {"entry": "perceptron:make", "args": {"width": 24}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

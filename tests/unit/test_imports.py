@@ -152,7 +152,7 @@ def test_trainer_and_session_import_no_dtensor() -> None:
 
 
 def test_exported_names() -> None:
-    names = ["Clipping", "Job", "Session", "__version__", "attach", "integrations", "session"]
+    names = ["Clipping", "ContrastiveLoss", "Job", "Session", "__version__", "attach", "integrations", "session"]
     assert sorted(clustertrain.__all__) == names
     for name in clustertrain.__all__:
         assert getattr(clustertrain, name)

@@ -73,7 +73,8 @@ def list_mounts(run: RunDir, spec: RunSpec, cwd: str, rank_dir: Path, hooks: Pat
     folders += [run.checkpoints.resolve(), *([Path(cwd)] if cwd not in ("", "/") else [])]
     # The files of other tools have others beside them.
     data = [p.parent if p.suffix in (".idx", ".ds") else p for p in spec.recipe.data_files.values()]
-    weights = [Path(path) for path in (spec.recipe.model.init, spec.recipe.adapter.init) if path]
+    weight_files = (*spec.recipe.model.weight_files.values(), spec.recipe.adapter.init)
+    weights = [Path(path) for path in weight_files if path]
     read_only = [hooks, *data, *weights]
     folders = [p for p in dict.fromkeys(folders) if p.exists()]
     mounts = {

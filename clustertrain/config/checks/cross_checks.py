@@ -77,6 +77,8 @@ def _check_data(recipe: Recipe) -> None:
 
 
 def _check_objective(recipe: Recipe) -> None:
+    if recipe.objective_kind == "nt-xent" and recipe.train.global_batch == 1:
+        raise ValueError("train.global_batch = 1: objective.kind = 'nt-xent' compares at least two samples")
     # A model entry may return anything; the built-in models return logits of classes, or similarities.
     if recipe.model.entry:
         return

@@ -280,6 +280,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("objective.temperature", _TEMPERATURE),
     ("adapter", _when_value("adapter.kind", lambda recipe: recipe.adapter.kind, "lora", "dora")),
     ("optim.weight_decay_scale", _WEIGHT_DECAY),
+    ("objective.group", _when_objective("nt-xent")),
     ("optim.betas", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_betas))),
     ("optim.eps", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_eps))),
     ("optim.momentum", _when_optimizer(*(name for name, entry in OPTIMIZERS.items() if entry.reads_momentum))),

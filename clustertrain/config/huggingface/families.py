@@ -66,25 +66,28 @@ _UNSUPPORTED_FAMILIES = {
 
 
 def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and its path made absolute.
+    """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and absolute paths of weights.
 
     ``model.init`` is a file or folder of transformers. A file that has no ``config.json`` beside it leaves the sizes to
-    the document.
+    the document, as does a model other than the decoder.
 
     Raises:
         NotFound: the weights or their ``config.json`` are not on this machine.
         ConfigError: the configuration is not supported, or the preset or a key of the document contradicts it.
     """
     model = document.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("init"), str) or not model["init"]:
+    if not isinstance(model, dict):
         return dict(document)
-    path = cwd / settings.expand_user_path(model["init"], "model.init")
-    if not path.exists():
-        raise NotFound(
-            f"model.init = {model['init']!r}: no such file or folder",
-            fix="check the path; this machine and every node must see it",
-        )
-    if path.is_file() and not (path.parent / CONFIG_FILE).exists():
+    parts = model.get("init_parts")
+    if isinstance(parts, dict) and all(isinstance(part, str) and part for part in parts.values()):
+        absolute = {name: str(_find_weights(part, f"model.init_parts.{name}", cwd)) for name, part in parts.items()}
+        model = {**model, "init_parts": absolute}
+        document = {**document, "model": model}
+    if not isinstance(model.get("init"), str) or not model["init"]:
+        return dict(document)
+    path = _find_weights(model["init"], "model.init", cwd)
+    is_decoder = not model.get("entry") and model.get("kind", "decoder") == "decoder"
+    if not is_decoder or (path.is_file() and not (path.parent / CONFIG_FILE).exists()):
         return {**document, "model": {**model, "init": str(path)}}
     folder = path if path.is_dir() else path.parent
     table = read_model_table(folder)
@@ -92,6 +95,15 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     _check_agreement(folder, table, PRESETS.get(preset, {}), f"model.preset = {preset!r}")
     _check_agreement(folder, table, model, "the recipe")
     return {**document, "model": {**table, **model, "init": str(path)}}
+
+
+def _find_weights(text: str, key: str, cwd: Path) -> Path:
+    path = cwd / settings.expand_user_path(text, key)
+    if not path.exists():
+        raise NotFound(
+            f"{key} = {text!r}: no such file or folder", fix="check the path; this machine and every node must see it"
+        )
+    return path
 
 
 def apply_model_table(document: Mapping[str, Any], table: Mapping[str, Any], source: Path) -> dict[str, Any]:
@@ -110,7 +122,7 @@ def apply_model_table(document: Mapping[str, Any], table: Mapping[str, Any], sou
     model = dict(model) if isinstance(model, dict) else {}
     defaults = {field.name: field.default for field in msgspec.structs.fields(ModelSpec)}
     set_keys = {key: value for key, value in table.items() if key in defaults and not _is_default(key, value)}
-    stored = {key: value for key, value in set_keys.items() if key not in ("preset", "init", "dropout")}
+    stored = {key: value for key, value in set_keys.items() if key not in ("preset", "init", "init_parts", "dropout")}
     own_kind = {key: model[key] for key in ("entry", "kind") if key in model}
     if any(value != stored.get(key, defaults[key]) for key, value in own_kind.items()):
         return dict(document)

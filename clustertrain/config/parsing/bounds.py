@@ -56,7 +56,7 @@ BOUNDS: Mapping[str, Bound] = {
     "model.convnet.blocks": Bound(1000, "the deepest published stages have 36"),
     "model.convnet.groups": Bound(2**16, "they divide the width"),
     "model.two_tower.embedding": Bound(2**16, "the published encoders share up to 4,096 dimensions"),
-    "model.two_tower.group": Bound(2**20, "a group is part of a batch, and the largest have some 65,536 samples"),
+    "objective.group": Bound(2**20, "a group is part of a batch, and the largest have some 65,536 samples"),
     "data.seq_len": _TOKENS,
     "data.max_bytes": Bound(2**40, "the text is read into memory: a tokenized folder has no such limit"),
     "data.image_size": Bound(2**14, "an image of 16,384 x 16,384 pixels takes 3 GiB"),

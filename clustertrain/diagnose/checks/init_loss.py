@@ -45,7 +45,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
             on_progress(i + 1, BATCHES)
     targets = [target for _, target in outputs if isinstance(target, torch.Tensor)]
     num_classes = infer_num_classes(*outputs[0])
-    expected = initial_loss(subject.recipe, num_classes, torch.cat([x.flatten() for x in targets]) if targets else None)
+    values = torch.cat([x.flatten() for x in targets]) if targets else None
+    expected = initial_loss(subject.recipe, num_classes, values, subject.batch.micro_batch)
     evidence: dict[str, Any] = {
         "loss": sum(losses) / len(losses),
         "loss_min": min(losses),
@@ -117,12 +118,15 @@ def _loss_breakdown(subject: Subject, outputs: list[tuple[Any, Any]]) -> tuple[s
     return None
 
 
-def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | None = None) -> ExpectedLoss | None:
+def initial_loss(
+    recipe: Recipe, classes: int | None, targets: torch.Tensor | None = None, samples: int = 1
+) -> ExpectedLoss | None:
     """Return the expected loss of ``recipe``'s objective at random initialization; None if it is unknown.
 
     Args:
         classes: number of classes of the model's logits; None if unknown.
         targets: sample targets for mse, l1 and huber, whose loss depends on them (outputs start near 0).
+        samples: number of samples in a batch, which a contrastive loss may compare.
     """
     kind = recipe.objective_kind
     if kind == "cross-entropy":
@@ -132,9 +136,9 @@ def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | No
         return ExpectedLoss(math.log(2), "ln 2")
     if kind == "nt-xent":
         if recipe.model.kind == "two-tower":
-            group = recipe.model.two_tower.group
-            return ExpectedLoss(math.log(group), f"ln {group}, the passages of a group")
-        return None  # depends on the micro-batch size, which the plan chooses
+            group = recipe.objective.group or samples
+            return ExpectedLoss(math.log(group), f"ln {group}, the passages that are compared")
+        return None  # views of one sample resemble each other before any training
     if targets is None or not targets.numel():
         return None
     magnitude = targets.double().abs()

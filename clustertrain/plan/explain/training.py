@@ -9,22 +9,24 @@ from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.plan import lr_schedule
+from clustertrain.plan import lr_schedule, non_decoder
 from clustertrain.plan.attention import AttentionChoice, choose_document_kernel
+from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 from clustertrain.plan.explain.optimizer import describe_optimizer
-from clustertrain.plan.layout import Layout, pluralize
+from clustertrain.plan.layout import Batch, Layout, format_gib, pluralize
 from clustertrain.printable import printable
 
 MAX_COMMAND_CHARS = 100
 
 
 def describe_training(
-    spec: RunSpec, layout: Layout, state: OptimizerStateSize | None, device: str, global_batch: int
+    spec: RunSpec, layout: Layout, batch: Batch, state: OptimizerStateSize | None, device: str
 ) -> dict[str, str]:
     """Return the descriptions by subject.
 
     Args:
+        batch: split of the global batch; unused for a script.
         state: size of the optimizer state; None if the shapes of the model are unknown.
     """
     recipe = spec.recipe
@@ -38,9 +40,9 @@ def describe_training(
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
         **({"data": _describe_samples(recipe)} if recipe.data.pack or recipe.data_kind == "chat" else {}),
         **_describe_attention(recipe, layout, device),
-        "objective": _describe_objective(recipe),
+        "objective": _describe_objective(recipe, batch, layout),
         "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
-        **({"epochs": describe_epochs(recipe, global_batch)} if has_epoch_keys(recipe) else {}),
+        **({"epochs": describe_epochs(recipe, batch.global_batch)} if has_epoch_keys(recipe) else {}),
         "schedule": _describe_schedule(recipe),
         "clipping": _describe_clipping(recipe.optim),
         "evaluation": _describe_evaluation(recipe),
@@ -92,17 +94,34 @@ def _describe_attention(recipe: Recipe, layout: Layout, device: str) -> dict[str
     return {"attention": "; ".join(parts)} if parts else {}
 
 
-def _describe_objective(recipe: Recipe) -> str:
+def _describe_objective(recipe: Recipe, batch: Batch, layout: Layout) -> str:
     spec, kind = recipe.objective, recipe.objective_kind
     description = {
         "cross-entropy": _describe_cross_entropy(spec),
         "huber": f"huber, linear from {spec.delta:g} on",
-        "nt-xent": f"nt-xent at temperature {spec.temperature:g}, within a micro-batch",
+        "nt-xent": _describe_contrastive(recipe, batch, layout),
     }.get(kind, kind)
-    if recipe.model.kind == "two-tower":
-        return f"nt-xent, each sample against the others of its group of {recipe.model.two_tower.group}"
     has_own_loss = recipe.model.entry and spec.kind == "auto"
     return f"the model's loss if it computes one, otherwise {description}" if has_own_loss else description
+
+
+def _describe_contrastive(recipe: Recipe, batch: Batch, layout: Layout) -> str:
+    """Describe what is compared, and what this costs each rank in a step."""
+    spec, model = recipe.objective, recipe.model
+    name = "nt-xent" if model.kind == "two-tower" else f"nt-xent at temperature {spec.temperature:g}"
+    if spec.group:
+        return f"{name}, each sample against the others of its group of {spec.group}"
+    rows, columns = batch.global_batch // layout.data_parallel, batch.global_batch
+    parts = [f"{name}, each sample against the others of the global batch of {columns:,}"]
+    similarities = non_decoder.similarities_bytes(model, rows, columns)
+    parts.append(f"a rank holds {format_gib(similarities / GIB)} of similarities")
+    if layout.data_parallel > 1:
+        gathered = non_decoder.embeddings_bytes(model, columns)
+        size = f"{format_gib(gathered / GIB)} of " if gathered else ""
+        parts.append(f"gathers {size}embeddings and reduces their gradient in each step")
+    if batch.grad_accum > 1:
+        parts.append(f"the {batch.grad_accum} micro-batches run forward twice")
+    return "; ".join(parts)
 
 
 def _describe_cross_entropy(spec: ObjectiveSpec) -> str:

@@ -140,7 +140,7 @@ def build_trial_search(plan: Plan, recipe: Recipe, ranks: int) -> tuple[TrialSea
     layout, description = fit_to_ranks(plan.layout, ranks)
     global_batch = recipe.train.global_batch
     rank_batch = samples_per_rank(global_batch, plan.layout.data_parallel) if global_batch else 0
-    return TrialSearch(layout, rank_batch, non_decoder.group_size(recipe.model)), description
+    return TrialSearch(layout, rank_batch, non_decoder.group_size(recipe)), description
 
 
 def fit_to_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:

@@ -10,7 +10,10 @@ from clustertrain.submit.prepared_run import PreparedRun
 
 
 def check_pretrained(prepared: PreparedRun) -> str | None:
-    """Return a note on the weights of ``model.init``; None if the run starts from random ones.
+    """Return a note on the weights that the run starts from; None if they are random.
+
+    The tensors are compared with the model of the recipe if that is the decoder. Building other models needs torch, so
+    the ranks compare theirs.
 
     Raises:
         NotFound: a file is missing.
@@ -18,13 +21,16 @@ def check_pretrained(prepared: PreparedRun) -> str | None:
         ConfigError: a file is damaged, or its tensors are not those of the model.
     """
     spec = prepared.spec.recipe.model
-    if not spec.init or prepared.spec.script is not None:
+    if not spec.weight_files or prepared.spec.script is not None:
         return None
-    path = Path(spec.init)
-    files = model_tensors.read_weights(path)
-    is_checkpoint = model_tensors.is_checkpoint(path)
     if not spec.is_decoder:
-        return f"weights: {len(files.tensors)} tensors from {spec.init}; the ranks compare them with the model's"
+        notes = []
+        for name, path in spec.weight_files.items():
+            count = len(model_tensors.read_weights(Path(path)).tensors)
+            notes.append(f"{count} tensors from {path}{f' for {name}' if name else ''}")
+        return f"weights: {'; '.join(notes)}; the ranks compare them with the model's"
+    files = model_tensors.read_weights(Path(spec.init))
+    is_checkpoint = model_tensors.is_checkpoint(Path(spec.init))
     mapping = tensor_names.list_tensors(spec)
     expected = {name if is_checkpoint else hf_name: shape for name, (hf_name, shape) in mapping.items()}
     safetensors_files.check_tensors(files, expected, "the recipe's decoder")

@@ -6,6 +6,7 @@ of the previous ones.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 
 
 def parallelize(
-    model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int, *, will_load: bool = False
+    model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int, *, will_load: Collection[str] = ()
 ) -> nn.Module:
     """Return ``model`` on the device in the plan's layout.
 
@@ -37,8 +38,7 @@ def parallelize(
     from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
 
     Args:
-        will_load: the caller loads all parameters afterwards, so parameters on the meta device are not filled, except
-            those of adapters.
+        will_load: names of parameters that the caller loads afterwards; on the meta device they are not filled.
 
     Raises:
         ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
@@ -47,7 +47,7 @@ def parallelize(
     layout = context.layout
     on_meta = any(p.is_meta for p in model.parameters())
     if on_meta:
-        _check_meta(model, will_load=will_load)
+        _check_meta(model, will_load)
     elif groups.mesh is not None and (layout.is_fully_sharded or layout.is_model_parallel):
         # Sharding and stages move one layer at a time, so that the whole model need not fit on a GPU.
         _broadcast_from_rank0(model if layout.tp == 1 else model.to(context.device), context.device)
@@ -83,7 +83,7 @@ def parallelize(
             model_part, context.device, layout.offload and layout.is_fully_sharded and data_mesh is not None
         )
         if on_meta:
-            _init_parameters(model_part, full_model, seed, context.device, only_adapters=will_load)
+            _init_parameters(model_part, full_model, seed, context.device, will_load)
     if pipeline_mesh is not None:
         return pipeline.Pipeline(model_parts, full_model, context, pipeline_mesh)
     if groups.mesh is not None and layout.strategy in ("ddp", "zero1") and not layout.is_model_parallel:
@@ -91,8 +91,10 @@ def parallelize(
     return model
 
 
-def _check_meta(model: nn.Module, *, will_load: bool) -> None:
-    if not will_load and not callable(getattr(model, "init_parameter", None)):
+def _check_meta(model: nn.Module, will_load: Collection[str]) -> None:
+    filled = adapted_linear.adapter_parameter_names(model).union(will_load)
+    is_filled = all(clean_fqn(name) in filled for name, _ in model.named_parameters())
+    if not is_filled and not callable(getattr(model, "init_parameter", None)):
         raise ConfigError(
             f"{type(model).__name__} is on the meta device and has no init_parameter(name, tensor, generator)",
             fix="add the method, or build the model on the CPU",
@@ -130,7 +132,7 @@ def _move_to_device(model_part: nn.Module, device: torch.device, offload: bool) 
 
 
 def _init_parameters(
-    model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device, *, only_adapters: bool
+    model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device, will_load: Collection[str]
 ) -> None:
     """Initialize the parameters, drawing on ``device`` wherever they are stored: another device draws other values."""
     adapters = adapted_linear.adapter_parameter_names(model_part)
@@ -138,7 +140,7 @@ def _init_parameters(
     with torch.no_grad():
         for name, p in model_part.named_parameters():
             name = clean_fqn(name)  # noqa: PLW2901 - values must not depend on wrappers
-            if only_adapters and name not in adapters:
+            if name in will_load:
                 continue
             init: Any = adapted_linear.init_parameter if name in adapters else full_model.init_parameter
             frozen = matrices.get(name)

@@ -23,10 +23,13 @@ from clustertrain.train.core.step_types import Loss, as_sum_and_count, call_mode
 from clustertrain.train.data.sample_checks import describe_sample
 from clustertrain.train.distributed import precision
 from clustertrain.train.distributed.mesh import ProcessGroups
+from clustertrain.train.evaluation.collected import CollectedEmbeddings
 from clustertrain.train.evaluation.dataset_pass import EvalBatch
 from clustertrain.train.evaluation.eval_mode import evaluation_mode
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms, to_full_tensor
 from clustertrain.train.evaluation.predictions import PredictionRecorder
+from clustertrain.train.models.contrastive import ContrastiveLoss, embed_groups, similarities
+from clustertrain.train.step.whole_batch import check_layout
 
 MAX_SLICES = 100  # a metrics row has one value per slice and metric
 
@@ -118,23 +121,36 @@ class Evaluator:
         slices: DatasetSlices = NO_SLICES,
         ignore_index: int = -100,
         recorder: PredictionRecorder | None = None,
+        group: int = 0,
     ) -> dict[str, float] | None:
         """Return the means by metric name, equal on all ranks; None if the ranks agreed to stop early.
 
         Waits for the device once, at the end, and for each batch that ``recorder`` records.
 
+        Args:
+            group: adjacent samples that a loss of the whole batch compares; 0: all samples of the dataset.
+
         Raises:
             ConfigError: a metric does not support the outputs, or all targets are masked.
         """
         sums = torch.zeros(1 + len(slices.names), 1 + len(metrics), 2, dtype=torch.float64, device=self._context.device)
+        collected = None
+        if isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group:
+            check_layout(self._context)
+            collected = CollectedEmbeddings(loss_fn)
         with evaluation_mode(self._model, self._groups, self._context.device), self._loss_context():
             for chunk in _iter_chunks(batches, self._chunk_size):
                 if self._should_stop():
                     return None
                 for batch, output, target in self._forward(chunk):
-                    self._accumulate(sums, batch, output, target, loss_fn, metrics, slices, ignore_index)
+                    if collected is not None:
+                        collected.add(output, target, batch.sample_indices)
+                    else:
+                        self._accumulate(sums, batch, output, target, loss_fn, metrics, slices, ignore_index)
                     if recorder is not None:
                         recorder.add(batch, output, target)
+            if collected is not None:
+                sums[0] += collected.compute_sums(metrics, group, self._context.device)
         if recorder is not None:
             recorder.reduce()
         if not self.counts_results:
@@ -183,6 +199,8 @@ class Evaluator:
             )
             with precision.autocast(self._context):
                 terms = [as_sum_and_count(loss_fn(*selected), selected[1], is_padding=False)]
+            if isinstance(loss_fn, ContrastiveLoss):
+                selected = (similarities(embed_groups(loss_fn, *selected)), selected[1])
             terms += [compute_terms(metric, *selected, ignore_index) for metric in metrics]
             for column, (total, count) in enumerate(terms):
                 count_tensor = torch.as_tensor(count, device=sums.device).double()

@@ -15,13 +15,13 @@ from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.core.step_types import Loss
+from clustertrain.train.models.contrastive import ContrastiveLoss
 
 SumAndCount = tuple[torch.Tensor, "torch.Tensor | int"]
 
 
 def build_loss(recipe: Recipe) -> Loss:
-    """Return the loss that ``recipe`` names; a two-tower model has already divided its similarities by the
-    temperature."""
+    """Return the loss that ``recipe`` names."""
     spec, kind = recipe.objective, recipe.objective_kind
     if kind == "cross-entropy":
         # Mixup produces class probabilities. Without it, float targets could be values to predict.
@@ -30,8 +30,8 @@ def build_loss(recipe: Recipe) -> Loss:
             cross_entropy, smoothing=spec.label_smoothing, ignore_index=spec.ignore_index, soft_targets=soft
         )
     if kind == "nt-xent":
-        is_two_tower = recipe.model.kind == "two-tower"
-        return contrastive if is_two_tower else functools.partial(nt_xent, temperature=spec.temperature)
+        is_two_tower = recipe.model.kind == "two-tower"  # its samples' targets are their ids
+        return ContrastiveLoss(spec.temperature, spec.group, ids_in_targets=is_two_tower)
     if kind == "binary-cross-entropy":
         return binary_cross_entropy
     return functools.partial(huber, delta=spec.delta) if kind == "huber" else mse if kind == "mse" else l1
@@ -111,51 +111,6 @@ def huber(outputs: torch.Tensor, targets: torch.Tensor, *, delta: float) -> SumA
     """
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.huber_loss(outputs, targets, reduction="sum", delta=delta), targets.numel()
-
-
-def nt_xent(views: object, targets: object, *, temperature: float) -> SumAndCount:
-    """Return (sum, count) of the NT-Xent loss of ``views``, two embeddings (batch, dim) of the same samples.
-
-    Each view must identify its partner among all other views of the micro-batch by cosine similarity (Chen et al.,
-    arXiv 2002.05709, equation 1). Unlike the loss of a two-tower model, it therefore depends on the micro-batch size.
-
-    Raises:
-        ConfigError: ``views`` is not such a pair.
-    """
-    if not (isinstance(views, (tuple, list)) and len(views) == 2 and views[0].shape == views[1].shape):
-        raise ConfigError(
-            "objective.kind = 'nt-xent': the model did not return a pair of embeddings of one shape (batch, dim)",
-            fix="return (first, second), the embeddings of the two views of each sample",
-        )
-    embeddings = F.normalize(torch.cat(list(views)).float(), dim=-1)
-    size = len(views[0])
-    with torch.autocast(embeddings.device.type, enabled=False):
-        logits = (embeddings @ embeddings.T / temperature).fill_diagonal_(-torch.inf)
-    positives = torch.arange(2 * size, device=embeddings.device).roll(size)
-    return F.cross_entropy(logits, positives, reduction="sum") / 2, size
-
-
-def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
-    """Return (sum, count) of the symmetric NT-Xent loss: the mean of matching first to second views and the reverse.
-
-    Sources: Chen et al., arXiv 2002.05709, equation 1; between two encoders as in Radford et al., arXiv 2103.00020,
-    figure 3.
-
-    Args:
-        similarities: (groups, group, group), similarity of each first to each second view of its group, divided by the
-            temperature. Log-sum-exp subtracts the maximum, so a low temperature does not overflow.
-        texts: (groups * group,), the text of each pair. At the end of an epoch a group may contain one text twice; it
-            is not used as its own negative.
-    """
-    groups, size, _ = similarities.shape
-    text_ids = texts.view(groups, size)
-    diagonal = torch.eye(size, dtype=torch.bool, device=texts.device)
-    duplicates = (text_ids[:, :, None] == text_ids[:, None, :]) & ~diagonal
-    logits = similarities.float().masked_fill(duplicates, -torch.inf)
-    labels = torch.arange(size, device=texts.device).repeat(groups)
-    row_loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-    column_loss = F.cross_entropy(logits.transpose(1, 2).flatten(0, 1), labels, reduction="sum")
-    return (row_loss + column_loss) / 2, texts.numel()
 
 
 def _to_fp32_pair(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

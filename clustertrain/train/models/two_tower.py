@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from clustertrain.config.model import ModelSpec
-from clustertrain.errors import ConfigError
 from clustertrain.train.models.decoder import RotaryTable, TransformerBlock, init_transformer_parameter
 
 MAX_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: training is unstable beyond it
@@ -37,12 +36,9 @@ class Tower(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Model from two token tensors (batch, length) to similarities (groups, group, group).
+    """Model from two token tensors (batch, length) to two unit embeddings (batch, embedding) and a scale (1,).
 
-    The similarities are the cosines of each first to each second passage of its group, divided by the temperature. The
-    negatives of a passage are the others in its group of ``group`` adjacent positions in the global batch, inside one
-    micro-batch. With the whole micro-batch as negatives, as is usual, the loss would depend on the micro-batch size and
-    the number of ranks.
+    The scale is the inverse of the temperature, by which the loss multiplies the cosines of first and second passages.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -52,22 +48,15 @@ class TwoTower(nn.Module):
         # One element, because fully_shard rejects scalars.
         self.log_scale = nn.Parameter(torch.empty(1)) if spec.two_tower.learn_temperature else None
 
-    def forward(self, first: torch.Tensor, second: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        group = self.spec.two_tower.group
-        if len(first) % group:
-            raise ConfigError(
-                f"a micro-batch of {len(first)} does not divide into groups of {group} (model.two_tower.group)",
-                fix="set train.micro_batch to a multiple of the group, and a global batch that divides evenly",
-            )
-        a: torch.Tensor = self.first(first, samples).unflatten(0, (-1, group))
-        b: torch.Tensor = self.second(second, samples).unflatten(0, (-1, group))
-        with torch.autocast(a.device.type, enabled=False):  # bf16 would round the embeddings to 8 bits of precision
-            return a @ b.transpose(1, 2) * self.scale()
+    def forward(
+        self, first: torch.Tensor, second: torch.Tensor, samples: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.first(first, samples), self.second(second, samples), self.scale(first.device)
 
-    def scale(self) -> torch.Tensor | float:
-        """Return the inverse of the temperature."""
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """Return the inverse of the temperature, (1,), on ``device``."""
         if self.log_scale is None:
-            return 1 / self.spec.two_tower.temperature
+            return torch.full((1,), 1 / self.spec.two_tower.temperature, device=device)
         scale: torch.Tensor = self.log_scale.float().clamp(max=MAX_LOG_SCALE).exp()
         return scale
 

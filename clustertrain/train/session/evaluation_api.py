@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_
 from clustertrain.train.evaluation.evaluator import Evaluator, find_slices
 from clustertrain.train.evaluation.metrics import MetricFn, build_metrics
 from clustertrain.train.evaluation.predictions import PredictionRecorder
+from clustertrain.train.models.contrastive import ContrastiveLoss
 from clustertrain.train.profiling import compile_trial
 from clustertrain.train.session.runtime import SessionRuntime
 
@@ -64,14 +66,23 @@ def evaluate(
             splits the predictions to save.
     """
     metrics = build_metrics(options.metrics)
-    slices = find_slices(data, options.slices, pass_config.group)
+    group = pass_config.group
+    if isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group:
+        if not hasattr(data, "__getitem__"):
+            raise UsageError(
+                "evaluate: the loss compares samples of all ranks, and batches do not show which samples are adjacent",
+                fix="pass the dataset itself",
+            )
+        group = group if group > 1 else _default_group(runtime)
+        pass_config = replace(pass_config, group=1)
+    slices = find_slices(data, options.slices, group)
     batches = build_pass(data, pass_config, runtime.context, runtime.seed, runtime.agreement.any_rank)
     evaluator = Evaluator(model, runtime.context, runtime.groups, runtime.agreement.poll)
     recorder = _build_recorder(runtime, evaluator, data, options)
     train_step = runtime.state.train_step
     is_compile_untried = train_step is not None and train_step.is_compile_untried
     with timed_evaluation(runtime), compile_trial.eager_layers(model) if is_compile_untried else nullcontext():
-        results = evaluator(batches, loss_fn, metrics, slices, options.ignore_index, recorder)
+        results = evaluator(batches, loss_fn, metrics, slices, options.ignore_index, recorder, group)
         if recorder is not None and results and runtime.context.run is not None:
             folder, context = runtime.context.run.predictions, runtime.context
             if recorder.write(folder, context.rank, options.keep_steps(), runtime.state.step):
@@ -102,6 +113,13 @@ def _build_recorder(
         counts=evaluator.counts_results,
         confusion=not evaluator.is_pipelined,
     )
+
+
+def _default_group(runtime: SessionRuntime) -> int:
+    """Return the global batch of training, or a number that no dataset reaches if it is unknown."""
+    if runtime.context.batch is not None and runtime.context.batch.global_batch:
+        return runtime.context.batch.global_batch
+    return runtime.loaders[0].global_batch if runtime.loaders else sys.maxsize
 
 
 def default_micro_batch(runtime: SessionRuntime) -> int:

@@ -19,7 +19,7 @@ from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info
 from clustertrain.train.session import adapter_setup, pretrained
 from clustertrain.train.session.adapter_setup import AdapterSetup
-from clustertrain.train.session.pretrained import PretrainedWeights
+from clustertrain.train.session.pretrained import PretrainedWeights, SelectedWeights
 from clustertrain.train.session.runtime import SessionRuntime
 from clustertrain.train.stability import warnings
 from clustertrain.train.stability.monitor import StabilityMonitor
@@ -52,11 +52,11 @@ def prepare_model(
     model: nn.Module,
     freeze: Sequence[str],
     unfreeze: Sequence[tuple[int, Sequence[str]]],
-    weights: PretrainedWeights | None = None,
+    weights: Sequence[PretrainedWeights] = (),
     adapter: AdapterSetup | None = None,
 ) -> PreparedModel:
-    """Freeze and parallelize ``model``, and load its ``weights`` and those of its ``adapter``, unless a checkpoint will
-    replace them; see ``Session.parallelize``. Collective.
+    """Freeze and parallelize ``model``, and load the ``weights`` of it or of its modules and those of its ``adapter``,
+    unless a checkpoint will replace them; see ``Session.parallelize``. Collective.
 
     Raises:
         ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
@@ -71,11 +71,14 @@ def prepare_model(
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)
     packed = low_bit.packed_shapes(model)
-    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=weights is not None)
+    selected = pretrained.select(weights, model, runtime.context.layout)
+    will_load = frozenset(name for s in selected for name in s.parameter_names())
+    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=will_load)
+    base = next((s.weights for s in selected if not s.module), None)
     if adapter is not None:
-        runtime.checkpointer.adapter = adapter.describe(weights)
-    if weights is not None or adapter is not None:
-        _load_unless_resuming(runtime, parallelized, weights, packed, adapter)
+        runtime.checkpointer.adapter = adapter.describe(base)
+    if selected or adapter is not None:
+        _load_unless_resuming(runtime, parallelized, selected, packed, adapter, base)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
 
@@ -83,15 +86,17 @@ def prepare_model(
 def _load_unless_resuming(
     runtime: SessionRuntime,
     model: nn.Module,
-    weights: PretrainedWeights | None,
+    selected: Sequence[SelectedWeights],
     packed: Mapping[str, tuple[int, int]],
     adapter: AdapterSetup | None,
+    base: PretrainedWeights | None,
 ) -> None:
+    """Load the weights and the adapter. ``base``: the files with the weights of the whole model."""
+
     def load() -> None:
-        if weights is not None:
-            pretrained.load(runtime, model, weights, packed)
+        pretrained.load(runtime, model, selected, packed)
         if adapter is not None:
-            adapter_setup.load(runtime, model, adapter, weights)
+            adapter_setup.load(runtime, model, adapter, base)
 
     if runtime.checkpointer.has_committed():
         runtime.state.load_initial_weights = load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.checkpoint.format import model_tensors, safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
-from clustertrain.config.huggingface import tensor_names
-from clustertrain.config.model import ModelSpec
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.session.runtime import SessionRuntime
 
@@ -30,7 +30,7 @@ class PretrainedWeights:
     """The files with the weights of a model."""
 
     model: nn.Module
-    """The whole model, before it is parallelized."""
+    """The whole model or a module of it, before it is parallelized."""
     path: Path
     names: Mapping[str, str]
     """The file's name of each tensor, by its name in the model."""
@@ -60,17 +60,6 @@ class PretrainedWeights:
         )
 
 
-def find_rename(model: ModelSpec) -> Callable[[str], str] | None:
-    """Return what translates a built-in model's names of tensors to those in ``model.init``; None if they are equal.
-
-    Only the decoder has other names than the files of transformers. Checkpoints and files for other models have the
-    names of the module.
-    """
-    if not model.is_decoder or model_tensors.is_checkpoint(Path(model.init)):
-        return None
-    return {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(model).items()}.__getitem__
-
-
 def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | None) -> PretrainedWeights:
     """Return the weights for ``model`` without reading them; see ``Session.load_pretrained``."""
     tensors = {clean_fqn(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -85,10 +74,50 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     return PretrainedWeights(model, path.expanduser(), names)
 
 
+@dataclass(frozen=True)
+class SelectedWeights:
+    """Weights of the model that is parallelized, or of one of its modules."""
+
+    weights: PretrainedWeights
+    module: str
+    """Name of the module in the model; empty: the model itself."""
+
+    def parameter_names(self) -> list[str]:
+        """Return the names in the model of the tensors that are loaded."""
+        return [f"{self.module}.{name}" if self.module else name for name in self.weights.names]
+
+
+def select(weights: Sequence[PretrainedWeights], model: nn.Module, layout: Layout) -> list[SelectedWeights]:
+    """Return the ``weights`` of ``model`` and of its modules; others belong to another model.
+
+    Raises:
+        ConfigError: a pipeline would split a module with weights of its own, or two files have the same tensors.
+    """
+    names = {id(module): clean_fqn(name) for name, module in model.named_modules()}
+    selected = [SelectedWeights(w, names[id(w.model)]) for w in weights if id(w.model) in names]
+    if layout.pp > 1 and any(s.module for s in selected):
+        raise ConfigError(
+            f"pp {layout.pp}: weights of parts of a model cannot be loaded into pipeline stages",
+            fix="load the weights of the whole model, or use another layout",
+        )
+    seen: set[str] = set()
+    for s in selected:
+        if twice := seen.intersection(s.parameter_names()):
+            raise ConfigError(
+                f"load_pretrained: {min(twice)} would be loaded twice: its module is part of another one with weights",
+                fix="load each module once",
+            )
+        seen.update(s.parameter_names())
+    return selected
+
+
 def load(
-    runtime: SessionRuntime, model: nn.Module, weights: PretrainedWeights, packed: Mapping[str, tuple[int, int]]
+    runtime: SessionRuntime,
+    model: nn.Module,
+    selected: Sequence[SelectedWeights],
+    packed: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Load ``weights`` into the parallelized ``model``, but not into its adapters. Collective.
+    """Load the weights into the parallelized ``model``, but not into its adapters. Collective.
 
     Args:
         packed: shapes of the matrices of the whole model that are stored in 8 or 4 bits.
@@ -96,15 +125,20 @@ def load(
     Raises:
         CheckpointError, StorageError: on all ranks, if any rank could not read.
     """
-    started = clock.now()
     attempt = runtime.context.attempt.n if runtime.context.attempt is not None else 0
-    _load(model, weights, packed, Ranks(runtime.groups.checkpoint), f"pretrained-{attempt}")
-    load_s = clock.now() - started
-    runtime.events.emit(
-        "pretrained_loaded", path=str(weights.path), tensors=len(weights.names), t_begin=started, load_s=load_s
-    )
-    if runtime.is_main:
-        log.info("%s: %d tensors loaded in %.1f s", weights.path, len(weights.names), load_s)
+    ranks = Ranks(runtime.groups.checkpoint)
+    for i, part in enumerate(selected):
+        started, weights = clock.now(), part.weights
+        # Layouts other than pipelines change a module in place.
+        target, prefix = (weights.model, f"{part.module}.") if part.module else (model, "")
+        own = {name.removeprefix(prefix): shape for name, shape in packed.items() if name.startswith(prefix)}
+        _load(target, weights, own, ranks, f"pretrained-{attempt}-{i}")
+        load_s = clock.now() - started
+        runtime.events.emit(
+            "pretrained_loaded", path=str(weights.path), tensors=len(weights.names), t_begin=started, load_s=load_s
+        )
+        if runtime.is_main:
+            log.info("%s: %d tensors loaded in %.1f s", weights.path, len(weights.names), load_s)
 
 
 def _load(

@@ -79,7 +79,7 @@ class Session:
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
         self._state = SessionState()
-        self._pretrained: pretrained.PretrainedWeights | None = None
+        self._pretrained: list[pretrained.PretrainedWeights] = []
         self._adapter: AdapterSetup | None = None
         self._prepared_model: PreparedModel | None = None
         self._runtime: SessionRuntime | None = None
@@ -151,7 +151,14 @@ class Session:
         of the weights. They are converted to the model's dtypes. Nothing is read if the run resumes from a checkpoint.
         Collective.
 
+        Parts of a model that were trained apart are loaded by one call each; the other modules start as usual::
+
+            session.load_pretrained(model.tower, "weights/tower")
+            session.load_pretrained(model.decoder, "weights/text")
+            model = session.parallelize(model)
+
         Args:
+            model: the model, or a module of it.
             path: a safetensors file, or a folder with one or with several and their index, as ``save_pretrained``
                 writes it. Or a checkpoint of another run: RUN, ``"RUN@best"``, ``"RUN@STEP"``, or its folder.
             rename: returns the name in the file for the name of a tensor in ``model.state_dict()``; default: the same.
@@ -162,10 +169,12 @@ class Session:
             CheckpointError: a checkpoint is not committed, or damaged.
         """
         is_resume = get_runtime(self).checkpointer.has_committed()
-        folder = Path(path) if is_resume else resolve_weights(str(path), Path.cwd())
-        self._pretrained = pretrained.name_weights(model, folder, rename)
+        weights = pretrained.name_weights(
+            model, Path(path) if is_resume else resolve_weights(str(path), Path.cwd()), rename
+        )
         if not is_resume:
-            self._pretrained.check()
+            weights.check()
+        self._pretrained = [w for w in self._pretrained if w.model is not model] + [weights]
         return model
 
     def add_adapters(
@@ -247,9 +256,10 @@ class Session:
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
-        weights = self._pretrained if self._pretrained is not None and self._pretrained.model is model else None
         adapter = self._adapter if self._adapter is not None and self._adapter.model is model else None
-        self._prepared_model = prepare_model(get_runtime(self), model, freeze, list(unfreeze), weights, adapter)
+        self._prepared_model = prepare_model(
+            get_runtime(self), model, freeze, list(unfreeze), self._pretrained, adapter
+        )
         self._state.model = self._prepared_model.model
         return self._prepared_model.model
 
@@ -429,7 +439,8 @@ class Session:
             samples: evaluate at most this many; 0: all.
             workers: processes that read ahead; 0: the rank itself reads; -1: as many as this rank's cores allow.
             slices: slices of the dataset to report; default: all that it names.
-            group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
+            group: number of adjacent samples that are compared with each other, for example by a contrastive loss; for
+                a :class:`ContrastiveLoss` of the whole global batch, default: the global batch of training.
             ignore_index: target value that the metrics exclude.
             limits: limits of the model; a sample outside them raises an error that names it.
             save_predictions: write the predictions of this many samples to the run's folder; 0: none.

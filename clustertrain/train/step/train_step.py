@@ -37,6 +37,7 @@ from clustertrain.train.distributed import data_parallel, precision
 from clustertrain.train.distributed.grad_norm import local_squared_norm, reduce_partial_gradients
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale
+from clustertrain.train.models.contrastive import ContrastiveLoss
 from clustertrain.train.profiling.forward_timer import ForwardTimer, is_collective_free
 from clustertrain.train.stability import clipping, conditional_step
 from clustertrain.train.stability.clipping import Clipping
@@ -44,6 +45,7 @@ from clustertrain.train.stability.conditional_step import RunningStatistics
 from clustertrain.train.stability.layer_stats import LayerStats
 from clustertrain.train.stability.noise_scale import PACKED_VALUES, NoiseScale
 from clustertrain.train.stability.step_guard import StepGuard, StepVerdict
+from clustertrain.train.step.whole_batch import WholeBatchPasses
 
 
 class TrainStep:
@@ -90,6 +92,7 @@ class TrainStep:
         self._counts_loss = coordinates.tp == 0
         self._index_powers = torch.zeros(0, 3)
         self.forward_timer = ForwardTimer(context.device, is_collective_free(model, context.layout))
+        self._whole_batch_passes = WholeBatchPasses(model, context, self.forward_timer)
 
     def __call__(
         self,
@@ -167,6 +170,10 @@ class TrainStep:
         self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Run the forward and backward passes; return the totals as :meth:`_accumulate` does."""
+        if isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group:
+            totals = self._whole_batch_passes(micro_batches, samples, is_padding, loss_fn, self._current_scale)
+            data_parallel.check_no_unused_parameters(self._model)
+            return totals
         if self._groups.pp_mesh() is None:
             return self._accumulate(micro_batches, samples, is_padding, loss_fn)
         with step_timer.record_part("forward"):  # and backward: the schedule mixes them

@@ -18,9 +18,15 @@ GIB = 1024**3
 
 
 def make_plan(
-    model: dict[str, Any], *, train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **job: Any
+    model: dict[str, Any],
+    *,
+    train: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    objective: dict[str, Any] | None = None,
+    **job: Any,
 ) -> Plan:
-    recipe = build(apply_preset({"model": model, "train": train or {}, "optim": optim or {}}), Recipe, "recipe")
+    tables = {"model": model, "train": train or {}, "optim": optim or {}, "objective": objective or {}}
+    recipe = build(apply_preset(tables), Recipe, "recipe")
     spec = RunSpec(job=JobSpec(**{"nodes": 1, "gpus": 4, **job}), recipe=recipe)
     return plan(spec, ClusterProfile(), "cuda")
 
@@ -85,13 +91,31 @@ def test_splitting_non_decoder_is_refused(degree: str) -> None:
 
 
 def test_groups_stay_in_one_micro_batch() -> None:
-    assert make_plan({"kind": "two-tower"}).batch.micro_batch == 8
-    result = make_plan({"kind": "two-tower", "two_tower": {"group": 6}}, train={"global_batch": 72})
+    eight = {"group": 8}
+    assert make_plan({"kind": "two-tower"}, objective=eight).batch.micro_batch == 8
+    result = make_plan({"kind": "two-tower"}, objective={"group": 6}, train={"global_batch": 72})
     assert (result.batch.micro_batch, result.batch.grad_accum) == (18, 1)
     with pytest.raises(ConfigError, match=r"micro_batch = 12 does not divide into groups of 8 .*12 / 8 = 1.5"):
-        make_plan({"kind": "two-tower"}, train={"micro_batch": 12, "global_batch": 96})
+        make_plan({"kind": "two-tower"}, objective=eight, train={"micro_batch": 12, "global_batch": 96})
     with pytest.raises(ConfigError, match=r"global_batch = 48 over 4 data-parallel ranks does not divide into groups"):
-        make_plan({"kind": "two-tower"}, train={"global_batch": 48})
+        make_plan({"kind": "two-tower"}, objective=eight, train={"global_batch": 48})
+
+
+def test_whole_batch_as_negatives() -> None:
+    """Any micro-batch will do. The plan shows what comparing all samples costs."""
+    result = make_plan({"kind": "two-tower"}, train={"global_batch": 4096, "micro_batch": 4})
+    text = result.training["objective"]
+    assert "against the others of the global batch of 4,096" in text
+    assert "a rank holds 64 MiB of similarities" in text  # 1024 x 4096 x 4 bytes, twice, in two directions
+    assert "gathers 2 MiB of embeddings" in text  # 4096 x 64 x 4 bytes, of two towers
+    assert "the 256 micro-batches run forward twice" in text
+    text = make_plan({"kind": "two-tower"}, objective={"group": 8}).training["objective"]
+    assert text == "nt-xent, each sample against the others of its group of 8"
+    entry = {"entry": "package:function"}
+    for degree in ("tp", "cp", "pp"):
+        with pytest.raises(ConfigError, match=f"{degree} 2: objective.kind = 'nt-xent' compares the whole"):
+            make_plan(entry, objective={"kind": "nt-xent"}, **{degree: 2})
+    make_plan(entry, objective={"kind": "nt-xent", "group": 4}, tp=2)
 
 
 def test_large_unestimated_batch_is_split() -> None:

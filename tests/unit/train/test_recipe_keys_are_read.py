@@ -15,6 +15,7 @@ from clustertrain.config.optimizers import OptimizerName
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.train.models import losses
+from clustertrain.train.models.contrastive import ContrastiveLoss
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.stability import clipping
@@ -73,10 +74,11 @@ def test_schedule_keys_match_those_read(kind: ScheduleKind) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in get_args(ObjectiveKind) if k != "auto"])
 def test_objective_keys_match_its_arguments(kind: ObjectiveKind) -> None:
-    names = {key: key for key in ("ignore_index", "delta", "temperature")} | {"label_smoothing": "smoothing"}
+    names = {key: key for key in ("ignore_index", "delta", "temperature", "group")} | {"label_smoothing": "smoothing"}
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
     recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
-    arguments = getattr(losses.build_loss(recipe), "keywords", {})
+    loss = losses.build_loss(recipe)
+    arguments = vars(loss) if isinstance(loss, ContrastiveLoss) else getattr(loss, "keywords", {})
     assert accepted_keys("objective", recipe, names) == {
         key for key, argument in names.items() if argument in arguments
     }

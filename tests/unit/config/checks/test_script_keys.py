@@ -100,7 +100,7 @@ def test_script_uses_session_keys() -> None:
 def test_model_entry_uses_its_args() -> None:
     used = used_keys(model={"entry": "mine:Net", "args": {"dim": 3}})
     assert {"model.entry", "model.args.dim", "optim.lr"} <= used
-    assert not {"model.dim", "model.kind", "model.convnet.width", "model.two_tower.group"} & used
+    assert not {"model.dim", "model.kind", "model.convnet.width", "model.two_tower.embedding"} & used
     assert {"model.dim", "model.kind"} <= used_keys()
 
 

@@ -60,7 +60,6 @@ def test_every_preset_is_valid() -> None:
         ({"convnet": {"width": 20}}, "not divisible by groups = 8"),
         ({"convnet": {"blocks": []}}, "at least one"),
         ({"convnet": {"depth": 3}}, "unknown key 'model.convnet.depth'"),
-        ({"two_tower": {"group": 1}}, "at least one other"),
         ({"two_tower": {"temperature": 0.0}}, "between 0.01 and 10"),
     ],
 )

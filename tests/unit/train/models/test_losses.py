@@ -86,18 +86,6 @@ def test_binary_cross_entropy_is_finite_for_extreme_logits() -> None:
     assert mean(loss(torch.zeros(5, 2), torch.ones(5, 2))) == pytest.approx(math.log(2))  # type: ignore[arg-type]
 
 
-def test_nt_xent_matches_equation_1_of_the_paper() -> None:
-    first, second, temperature = random(4, 8), random(4, 8, seed=2), 0.2
-    loss = losses.build_loss(recipe(objective={"kind": "nt-xent", "temperature": 0.2}, model={"entry": "nets:Net"}))
-    z = torch.nn.functional.normalize(torch.cat([first, second]).double(), dim=-1)
-    s = (z @ z.T / temperature).exp()
-    pair = [(i + 4) % 8 for i in range(8)]
-    pair_losses = [-torch.log(s[i, pair[i]] / (s[i].sum() - s[i, i])) for i in range(8)]
-    assert mean(loss((first, second), None)) == pytest.approx(float(torch.stack(pair_losses).mean()), rel=1e-5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="did not return a pair of embeddings"):
-        loss(first, None)
-
-
 @pytest.mark.parametrize("kind", ["mse", "l1", "huber", "binary-cross-entropy"])
 def test_shapes_that_torch_would_broadcast_raise(kind: str) -> None:
     loss = losses.build_loss(recipe(objective={"kind": kind}, model={"entry": "nets:Net"}))
