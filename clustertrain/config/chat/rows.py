@@ -1,4 +1,4 @@
-"""Rows of chat files: conversations with roles, from JSON lines and Parquet."""
+"""Rows of chat files: conversations with roles, from JSON lines, Parquet and saved data sets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import extras, reading
+from clustertrain.config.parsing import saved_datasets
 from clustertrain.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -36,7 +37,7 @@ class Conversation:
 
 
 def list_chat_files(path: Path, key: str = "data.path") -> list[Path]:
-    """Return ``path`` itself, or the .jsonl and .parquet files in the folder ``path``, sorted.
+    """Return ``path`` itself if it is a file or a saved data set, otherwise its .jsonl and .parquet files, sorted.
 
     Raises:
         ConfigError: there is no such path, or no such file in it.
@@ -47,28 +48,48 @@ def list_chat_files(path: Path, key: str = "data.path") -> list[Path]:
                 f"{key} = {str(path)!r}: no such file or folder", fix="use a path that every node can read"
             )
         return [path]
+    if saved_datasets.is_saved_dataset(path):
+        return [path]
     files = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file() and not p.name.startswith("."))
     if not files:
         raise ConfigError(
-            f"{key} = {str(path)!r}: no {' or '.join(_SUFFIXES)} files", fix="name a folder of chat files, or one file"
+            f"{key} = {str(path)!r}: no {' or '.join(_SUFFIXES)} files",
+            fix="name a folder of chat files, one file, or a data set saved with save_to_disk",
         )
     return files
 
 
 def read_conversations(path: Path, max_bytes: int | None = None) -> Iterator[Conversation]:
-    """Yield the rows of one file: Parquet by its suffix, otherwise JSON lines. Blank lines are skipped.
+    """Yield the rows of a saved data set or of one file: Parquet by its suffix, otherwise JSON lines.
+
+    Blank lines are skipped.
 
     Args:
-        max_bytes: stop after about this many bytes of JSON lines, or after the first row group of Parquet; None:
-            read all.
+        max_bytes: stop after about this many bytes, or after the first row group of Parquet; None: read all.
 
     Raises:
         ConfigError: the file cannot be read, or a row is not a conversation; the message names the row.
         UnsuitableEnvironment: Parquet needs pyarrow, which is not installed.
     """
-    rows = _read_parquet(path, max_bytes) if path.suffix == ".parquet" else _read_json_lines(path, max_bytes)
-    for where, row in rows:
+    for where, row in _read_rows(path, max_bytes):
         yield parse_row(row, where)
+
+
+def _read_rows(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
+    if path.is_dir():
+        return _read_saved_dataset(path, max_bytes)
+    return _read_parquet(path, max_bytes) if path.suffix == ".parquet" else _read_json_lines(path, max_bytes)
+
+
+def _read_saved_dataset(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
+    number, read_bytes = 0, 0
+    for batch in saved_datasets.iter_batches(path, _COLUMNS):
+        if max_bytes is not None and read_bytes >= max_bytes:
+            return
+        read_bytes += batch.nbytes
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", row
 
 
 def _read_json_lines(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:

@@ -51,8 +51,6 @@ def check_recipe(recipe: Recipe) -> None:
 def _check_data(recipe: Recipe) -> None:
     model, data = recipe.model, recipe.data
     data_kinds = DATA_KINDS_BY_MODEL[model.kind]
-    if "tokens" in data_kinds:
-        data_kinds = (*data_kinds, "chat")  # its samples are tokens
     if not model.entry and data.kind not in ("auto", *data_kinds):
         raise ValueError(f"data.kind = {data.kind!r}: a {model.kind} trains on {' or '.join(data_kinds)}")
     train_path = data.path or BUILT_IN_DATASETS.get(recipe.data_kind, ("",))[0]

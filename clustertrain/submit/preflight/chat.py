@@ -13,6 +13,7 @@ from clustertrain.config.chat.rows import list_chat_files, read_conversations
 from clustertrain.config.chat.shards import check_chat_shards, has_shards
 from clustertrain.config.chat.template import ChatTemplate
 from clustertrain.config.chat.tokenizer import check_vocabulary, load_tokenizer_files
+from clustertrain.config.parsing import saved_datasets
 from clustertrain.config.parsing.token_shards import load_index
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
@@ -70,13 +71,14 @@ def check_rows(path: Path, label: str, recipe: Recipe) -> None:
     template = _load_template(recipe) if has_tokenizer else None
     remaining, rows, are_all_read = MAX_CHECKED_BYTES, 0, True
     for file in list_chat_files(path, label.partition(" =")[0]):
-        if remaining <= 0 or (file.suffix == ".parquet" and not extras.is_installed("pyarrow")):
+        arrow_files = saved_datasets.list_arrow_files(file, label.partition(" =")[0]) if file.is_dir() else []
+        if remaining <= 0 or ((arrow_files or file.suffix == ".parquet") and not extras.is_installed("pyarrow")):
             are_all_read = False
             continue
         for conversation in read_conversations(file, remaining):
             if template is not None and rows < MAX_RENDERED_ROWS:
                 template.find_answers(conversation)
             rows += 1
-        remaining -= file.stat().st_size
+        remaining -= sum(part.stat().st_size for part in arrow_files or [file])
     if not rows and are_all_read:
         raise ConfigError(f"{label}: no conversation", fix="write one JSON object per line")
