@@ -194,6 +194,23 @@ class DataDescribed(Event, frozen=True, kw_only=True):
     """Conversations of which no answer would be left."""
 
 
+class StreamDescribed(Event, frozen=True, kw_only=True):
+    """The data is a stream, and positions are not exact: [Stream data](../guides/data.md#stream-your-data)."""
+
+    writer = "rank 0, built-in trainer"
+
+    data: str | None = None
+    """Key and value of the entry."""
+    version: str | None = None
+    sharded: bool | None = None
+    """Whether each data-parallel rank reads its own part."""
+    own_state: bool | None = None
+    """Whether the stream saves its own state; otherwise a resume reads it again."""
+    text: str | None = None
+    """What is exact."""
+    validation_samples: int | None = None
+
+
 class FirstStep(Event, frozen=True, kw_only=True):
     """The first step of the attempt is done."""
 

@@ -46,7 +46,8 @@ class Trainer:
 def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     """Build the parts that ``recipe`` names; ``batch`` is the plan's split of the global batch. Collective."""
     runtime = get_runtime(session)
-    training_task = build_task(recipe)
+    context = runtime.context
+    training_task = build_task(recipe, shard=(context.data_rank, context.layout.data_parallel))
     optim = recipe.optim
     if recipe.model.init:
         names = {name: hf_name for name, (hf_name, _) in tensor_names.list_tensors(recipe.model).items()}

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from clustertrain.train.data.packing import CutDocuments
+from clustertrain.train.data.streams import StreamSource
 from clustertrain.train.data.token_shards import PackedTokens, TokenWindows
 
 PADDING_WARNING_FRACTION = 0.10  # warn when padding takes more of the computation than this
@@ -30,7 +31,23 @@ class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
-    """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut."""
+    """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut.
+
+    Of a stream, emit ``stream_described`` instead, and log how exact a resume is.
+    """
+    if isinstance(train, StreamSource):
+        text = train.describe()
+        emit(
+            "stream_described",
+            data=train.name,
+            version=train.version,
+            sharded=train.is_sharded,
+            own_state=train.has_state,
+            text=text,
+            validation_samples=len(validation) if validation is not None else 0,
+        )
+        print(f"data: {text}", flush=True)
+        return
     lengths, padding = find_document_lengths(train), find_padding_fraction(train)
     cut, answer_share = find_cut_documents(train), find_answer_share(train)
     emit(
