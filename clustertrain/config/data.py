@@ -58,8 +58,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pattern: str = "*.py"
     """Glob pattern of the files in a folder of text. Unused for other kinds."""
     entry: str = ""
-    """Function that returns your map-style dataset or a stream of samples, as ``"package.module:function"``, called with
-    ``args``. Required by ``kind = "custom"``, unused otherwise."""
+    """Function that returns your map-style dataset or a stream of samples, as ``"package.module:function"``, called
+    with ``args``. Required by ``kind = "custom"``, unused otherwise."""
     args: dict[str, Any] = {}
     """Keyword arguments for ``entry``. Unused without an entry."""
     tokenizer: str = ""

@@ -6,9 +6,11 @@ from typing import Literal
 
 import msgspec
 
-MetricName = Literal["accuracy", "top5", "perplexity", "bits_per_token", "recall_at_1", "mae", "rmse"]
+MetricName = Literal[
+    "accuracy", "top5", "perplexity", "bits_per_token", "recall_at_1", "mae", "rmse", "reward_accuracy"
+]
 # validation_loss is always available in addition.
-HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1"})
+HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1", "reward_accuracy"})
 VALIDATION_PREFIX = "validation_"  # of metric names: validation_loss, validation_accuracy, …
 SLICE_SEPARATOR = "/"  # validation_accuracy/night is the accuracy on the slice night
 
@@ -27,7 +29,8 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Samples per rank and forward pass. 0: as in training."""
     metrics: tuple[MetricName, ...] = ()
     """Metrics in addition to the loss. Empty: accuracy for classes, also perplexity and bits_per_token on text;
-    recall_at_1 for NT-Xent; mae for regression."""
+    recall_at_1 for NT-Xent; mae for regression; reward_accuracy, the share of pairs whose chosen answer gained more
+    than the rejected one, for DPO."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
     warn_when_rising: int = 3

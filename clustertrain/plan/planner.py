@@ -227,7 +227,7 @@ def flops_per_step(spec: RunSpec, global_batch: int) -> float:
     model, seq_len = spec.recipe.model, spec.recipe.data.seq_len
     matmul = model.parameters() - model.vocab_size * model.dim * (0 if model.tie_embeddings else 1)
     flops_per_token = 6 * matmul + 12 * model.layers * seq_len * model.attention_dim
-    return float(flops_per_token * seq_len * global_batch)
+    return float(flops_per_token * seq_len * spec.recipe.sequences_per_sample * global_batch)
 
 
 def check_fits(chosen: Plan) -> None:

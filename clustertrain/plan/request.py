@@ -79,6 +79,12 @@ class PlanRequest:
         return strategy, f"{strategy}: follows from --dp-replicate and --dp-shard for {dp_ranks} data-parallel ranks"
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample of the decoder. The estimates treat a pair of answers as one sequence of twice the length,
+        which has the same activations and slightly more attention."""
+        return self.spec.recipe.data.seq_len * self.spec.recipe.sequences_per_sample
+
+    @property
     def tp(self) -> int:
         return self.spec.job.tp or 1
 
@@ -137,6 +143,7 @@ class PlanRequest:
         layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.is_fully_sharded)
         if self.decoder is not None:
             checks.check_decoder_layout(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
+            checks.check_objective(self.spec.recipe.objective_kind, layout)
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
         if self.spec.script is None:
@@ -153,7 +160,7 @@ class PlanRequest:
         constraints = SearchConstraints(
             strategy=strategy,
             tp=self.tp if is_fixed else 0,
-            cp=self.cp if is_fixed else 0,
+            cp=self.cp if is_fixed else 1 if recipe.objective_kind == "dpo" else 0,
             # parallel.split requires an explicitly requested pipeline.
             pp=self.pp if is_fixed or parallel.split else 0,
             dp_replicate=job.dp_replicate,
@@ -174,7 +181,7 @@ class PlanRequest:
             model=self.decoder,
             world_size=self.world_size,
             gpus_per_node=job.gpus,
-            seq_len=recipe.data.seq_len,
+            seq_len=self.sample_tokens,
             global_batch=global_batch,
             precision=self.precision,
             parallel=parallel,
@@ -188,7 +195,7 @@ class PlanRequest:
         """Return the configuration of one forward and backward pass."""
         is_half = self.precision in ("bf16", "fp16", "fp8")
         return PassConfig(
-            seq_len=self.spec.recipe.data.seq_len,
+            seq_len=self.sample_tokens,
             micro_batch=micro_batch,
             grad_accum=max(1, self.resolve_global_batch(layout) // (layout.data_parallel * micro_batch)),
             precision=self.precision,

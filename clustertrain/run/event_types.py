@@ -211,6 +211,17 @@ class StreamDescribed(Event, frozen=True, kw_only=True):
     validation_samples: int | None = None
 
 
+class ReferenceComputed(Event, frozen=True, kw_only=True):
+    """The start weights' log-probabilities of all answers are known: [DPO](../guides/objectives.md#preferences)."""
+
+    writer = "rank 0, built-in trainer"
+
+    answers: int | None = None
+    """Number of answers, two per pair."""
+    reference_s: float | None = None
+    """Duration of the pass over the data."""
+
+
 class FirstStep(Event, frozen=True, kw_only=True):
     """The first step of the attempt is done."""
 

@@ -51,10 +51,11 @@ def list_arrow_files(path: Path, key: str = "data.path") -> list[Path]:
     entries = state.get("_data_files")
     if entries == []:
         raise ConfigError(f"{label}: the data set has no rows", fix="choose a data set with rows")
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries or ()]
-    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+    found = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries or ()]
+    file_names = [name for name in found if isinstance(name, str) and Path(name).name == name]
+    if not file_names or len(file_names) < len(found):
         raise ConfigError(f"{path / STATE_FILE}: _data_files does not list files of this folder", fix=_FIX)
-    files = [path / name for name in names]
+    files = [path / name for name in file_names]
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{file}: no such file, but {STATE_FILE} lists it", fix="copy the folder again")

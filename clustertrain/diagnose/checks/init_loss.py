@@ -135,7 +135,7 @@ def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | No
             group = recipe.model.two_tower.group
             return ExpectedLoss(math.log(group), f"ln {group}, the passages of a group")
         return None  # depends on the micro-batch size, which the plan chooses
-    if targets is None or not targets.numel():
+    if kind == "dpo" or targets is None or not targets.numel():  # ln 2 with the reference, which is not computed here
         return None
     magnitude = targets.double().abs()
     if kind == "mse":

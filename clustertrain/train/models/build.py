@@ -17,6 +17,7 @@ from clustertrain.train.core import entry_points
 from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.datasets import build_datasets, build_limits
 from clustertrain.train.data.loader import MapStyleDataset
+from clustertrain.train.data.preferences import PreferencePairs, ReferenceLogProbs
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.data.streams import StreamSource
 from clustertrain.train.models import losses, train_mode
@@ -37,6 +38,8 @@ class TrainingTask:
     """Validation samples in a fixed order; None if the recipe has none."""
     limits: Limits | None = None
     """Input limits of the model, for both datasets."""
+    reference: ReferenceLogProbs | None = None
+    """Of preference optimization: what the start weights give each answer, computed before the first step."""
     left_eval_mode: Sequence[str] = ()
     """Modules that were built in evaluation mode and have been switched to training mode."""
 
@@ -57,7 +60,16 @@ def build_task(recipe: Recipe, *, shard: tuple[int, int] = (0, 1), inspect_only:
     limits = build_limits(recipe, module, has_model_loss=model_loss is not None)
     data = build_datasets(recipe, limits, shard)
     loss = losses.build_loss(recipe) if model_loss is None else model_loss
-    return TrainingTask(module, data.train, loss, data.validation, limits, train_mode.set_train_mode(module))
+    pairs = [dataset for dataset in (data.train, data.validation) if isinstance(dataset, PreferencePairs)]
+    return TrainingTask(
+        module,
+        data.train,
+        loss,
+        data.validation,
+        limits,
+        ReferenceLogProbs(pairs) if pairs else None,
+        train_mode.set_train_mode(module),
+    )
 
 
 def find_model_loss(recipe: Recipe, module: nn.Module) -> Loss | None:

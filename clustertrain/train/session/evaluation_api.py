@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from clustertrain import clock
 from clustertrain.run import heartbeat
 from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.loader import MapStyleDataset
-from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_pass
+from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_dataset_pass, build_pass
 from clustertrain.train.evaluation.evaluator import Evaluator, find_slices
 from clustertrain.train.evaluation.metrics import MetricFn, build_metrics
 from clustertrain.train.profiling import compile_trial
@@ -60,12 +62,37 @@ def evaluate(
     slices = find_slices(data, options.slices, pass_config.group)
     batches = build_pass(data, pass_config, runtime.context, runtime.seed, runtime.agreement.any_rank)
     evaluator = Evaluator(model, runtime.context, runtime.groups, runtime.agreement.poll)
-    train_step = runtime.state.train_step
-    is_compile_untried = train_step is not None and train_step.is_compile_untried
-    with timed_evaluation(runtime), compile_trial.eager_layers(model) if is_compile_untried else nullcontext():
+    with timed_evaluation(runtime), _eager_layers(runtime, model):
         results = evaluator(batches, loss_fn, metrics, slices, options.ignore_index)
     runtime.state.eval_results = results or {}
     return dict(runtime.state.eval_results)
+
+
+def compute_per_sample(
+    runtime: SessionRuntime,
+    model: nn.Module,
+    dataset: MapStyleDataset,
+    compute: Callable[[Any, Any], torch.Tensor],
+    width: int,
+    pass_config: DatasetPassConfig,
+) -> torch.Tensor | None:
+    """Return ``compute(output, target)``, (batch, width), of every sample, (samples, width) in fp32 on the CPU; None if
+    the ranks agreed to stop. Collective.
+
+    Raises:
+        ConfigError: ``dataset`` is empty.
+    """
+    batches = build_dataset_pass(dataset, pass_config, runtime.context, runtime.seed)
+    evaluator = Evaluator(model, runtime.context, runtime.groups, runtime.agreement.poll)
+    with timed_evaluation(runtime), _eager_layers(runtime, model):
+        return evaluator.compute_per_sample(batches, compute, width)
+
+
+def _eager_layers(runtime: SessionRuntime, model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which layers whose compilation was not tried yet are not compiled."""
+    train_step = runtime.state.train_step
+    is_compile_untried = train_step is not None and train_step.is_compile_untried
+    return compile_trial.eager_layers(model) if is_compile_untried else nullcontext()
 
 
 def default_micro_batch(runtime: SessionRuntime) -> int:
