@@ -142,7 +142,8 @@ class Evaluator:
     ) -> torch.Tensor | None:
         """Return ``compute(output, target)``, (batch, width), of all samples: (samples, width) in fp32 on the CPU.
 
-        It is equal on all ranks, and None if the ranks agreed to stop early. Without context parallelism: ``compute`` gets whole sequences.
+        It is equal on all ranks, and None if the ranks agreed to stop early. Not for context parallelism: ``compute``
+        gets whole sequences.
         """
         values = torch.zeros(batches.num_samples, width, device=self._context.device)
         with evaluation_mode(self._model, self._groups, self._context.device), self._loss_context():

@@ -218,7 +218,8 @@ class Decoder(nn.Module):
         if tokens.dim() == (4 if tokens.is_floating_point() else 3):
             # Both sequences of a pair drop the same, so that they differ by their text only.
             pair_samples = samples.repeat_interleave(2) if samples is not None else None
-            return self._compute(tokens.flatten(0, 1), pair_samples).unflatten(0, (-1, 2))
+            output = self._compute(tokens.flatten(0, 1), pair_samples)
+            return output.view(*tokens.shape[:2], *output.shape[1:])
         return self._compute(tokens, samples)
 
     def _compute(self, tokens: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from clustertrain.errors import ConfigError, UsageError
 # Bounded by the checks of their tables; those in the second set only by the 64 bits of TOML.
 BOUNDED_BY_TABLE = {
     "model.dropout", "data.validation", "data.augment.color", "data.augment.mixup", "optim.betas", "optim.momentum",
-    "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature",
+    "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature", "objective.beta",
     "model.two_tower.temperature", "schedule.floor", "schedule.gamma", "schedule.rise", "schedule.initial",
     "schedule.final", "schedule.factor", "schedule.threshold", "stability.clipped_share", "stability.slowdown",
     "telemetry.interval_s", "telemetry.flush_s", "telemetry.alerts.utilization", "telemetry.alerts.slowdown",

@@ -81,7 +81,7 @@ def test_long_pairs_are_cut_or_left_out_together(tmp_path: Path, capsys: pytest.
     report_datasets(pairs, held_out, lambda name, **fields: None)
     assert pairs.cut.cut + held_out.cut.cut == 1 and pairs.cut.left_out + held_out.cut.left_out == 1
     assert "conversations cut" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no pair has both answers start within data.seq_len = 4 tokens"):
+    with pytest.raises(ConfigError, match=r"no pair has both answers start within data.seq_len = 4 tokens"):
         build_chat_datasets(make_recipe(tmp_path, PAIRS, seq_len=4), VOCAB_SIZE)
 
 
