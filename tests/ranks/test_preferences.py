@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,9 @@ from tests.tiny_tokenizer import VOCAB_SIZE, write_rows, write_tokenizer
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 6
+STEPS = 5
 METRICS = {"loss", "grad_norm", "validation_loss", "validation_reward_accuracy"}
-LAYOUTS = (
-    Layout(strategy="fsdp", dp_shard=2),
-    Layout(tp=2, sequence_parallel=True),
-    Layout(pp=2, schedule="1f1b"),
-)
+SHARDED, SPLIT = Layout(strategy="fsdp", dp_shard=2), Layout(tp=2, sequence_parallel=True, pp=2, schedule="1f1b")
 
 
 def one_thread(stop_at: int = 0) -> None:
@@ -65,15 +62,20 @@ def test_preferences_are_independent_of_layout_and_resume_exactly(tmp_path: Path
     assert single.events("reference_computed")[0]["answers"] == 2 * (11 + 5)
     expected = single.rows()
     assert expected[0]["loss"] == pytest.approx(0.693, abs=0.2)  # dropout moves it away from ln 2
-    for layout in LAYOUTS:
-        run = make_preference_run(tmp_path / layout.describe().replace(" ", "-"), layout)
-        first = Ranks(run, 2, setup=one_thread, args=(1,)).expect(0)
-        second = Ranks(run, 2, 2, setup=one_thread).expect(0)
-        assert not second.events("reference_computed")
-        rows = {row["step"]: row for row in [*first.rows(), *second.rows()]}
-        assert list(rows) == list(range(1, STEPS + 1)) and first.rows()[-1]["step"] < STEPS
-        for other in expected:
-            row = rows[other["step"]]
-            assert METRICS & row.keys() == METRICS & other.keys()
-            for name in METRICS & other.keys():
-                assert row[name] == pytest.approx(other[name], rel=1e-4), f"{layout.describe()}: {name}"
+    run = make_preference_run(tmp_path / "sharded", SHARDED)
+    first = Ranks(run, 2, setup=one_thread, args=(1,)).expect(0)
+    second = Ranks(run, 2, 2, setup=one_thread).expect(0)
+    assert first.rows()[-1]["step"] < STEPS and not second.events("reference_computed")
+    assert_same([*first.rows(), *second.rows()], expected)
+    run = make_preference_run(tmp_path / "split", SPLIT)
+    assert_same(Ranks(run, 4, setup=one_thread).expect(0).rows(), expected)
+
+
+def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    by_step = {row["step"]: row for row in rows}
+    assert list(by_step) == [row["step"] for row in expected] == list(range(1, STEPS + 1))
+    for row in expected:
+        actual = by_step[row["step"]]
+        assert METRICS & actual.keys() == METRICS & row.keys()
+        for name in METRICS & row.keys():
+            assert actual[name] == pytest.approx(row[name], rel=1e-4), f"{name} of step {row['step']}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from clustertrain import extras
 from clustertrain.config.parsing import saved_datasets
 from clustertrain.errors import ConfigError
 
@@ -62,6 +63,7 @@ def iter_token_rows(path: Path, key: str = "data.path") -> Iterator[TokenRows]:
 
 def _read_lists(column: Any, name: str) -> tuple[Array, Array]:
     """Return the values of a column of lists, and the end of each list in them."""
+    extras.require("pyarrow", name)
     import pyarrow
     from pyarrow import types
 
