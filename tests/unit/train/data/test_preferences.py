@@ -191,3 +191,16 @@ def test_reference_is_the_sum_of_the_answers_log_probabilities(tmp_path: Path) -
         other = ReferenceLogProbs([pairs, pairs])
         with pytest.raises(CheckpointError, match="reference log-probabilities of 3 pairs, and the data has 3 and 3"):
             other.load_state_dict(trainer.task.reference.state_dict())
+
+
+def test_stop_during_the_reference_saves_nothing(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    with pytest.raises(SystemExit), ct.session(checkpoint_dir=tmp_path / "run", seed=1, device="cpu") as session:
+        trainer = build_trainer(session, recipe, Batch(global_batch=2, micro_batch=2, grad_accum=1))
+        runtime = get_runtime(session)
+        runtime.agreement.poll = lambda: True  # type: ignore[method-assign]
+        runtime.state.prepare_start = lambda: compute_reference(trainer, recipe)
+        for _ in session.steps(4, {"model": trainer.model, "optimizer": trainer.optimizer}):
+            pytest.fail("a step without the reference")
+    assert trainer.task.reference is not None and not trainer.task.reference.datasets[0].reference.any()
+    assert not list((tmp_path / "run").glob("step-*"))
