@@ -32,13 +32,13 @@ def data() -> None:
 @click.option("--pattern", default="*", show_default=True, help="Glob pattern of the files in a folder.")
 @click.option(
     "--documents",
-    type=click.Choice(["files", "lines", "jsonl", "chat"]),
+    type=click.Choice(["files", "lines", "jsonl", "rows", "chat"]),
     default="files",
     show_default=True,
-    help="A document is a file, a line, the text under --key of a JSON line, or a conversation (for data.kind = "
-    '"chat").',
+    help="A document is a file, a line, the text under --key of a JSON line or of a row of a data set saved with "
+    'save_to_disk, or a conversation (for data.kind = "chat").',
 )
-@click.option("--key", help="Key of the text in each JSON line.  [default: text]")
+@click.option("--key", help="Key of the text in each JSON line, or its column in each row.  [default: text]")
 @click.option(
     "--tokenizer",
     default="bytes",
@@ -64,7 +64,7 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
     """Convert the text or the conversations in PATH to token shards, for data.kind = "tokens" or "chat"."""
     from clustertrain.train.data.tokenize import SHARD_TOKENS, write
 
-    _check_options(tokenizer, options)
+    _check_options(path, tokenizer, options)
     documents, default_dtype, name = _open_documents(path.absolute(), tokenizer, options)
     index = write(
         folder,
@@ -86,16 +86,29 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
     )
 
 
-def _check_options(tokenizer: str, options: dict[str, Any]) -> None:
-    """Raise UsageError for options that have no effect with the others."""
+def _check_options(path: Path, tokenizer: str, options: dict[str, Any]) -> None:
+    """Raise UsageError for options that have no effect with the others, or that do not fit ``path``."""
+    from clustertrain.config.parsing.saved_datasets import is_saved_dataset
     from clustertrain.errors import UsageError
 
     unit = options["documents"]
-    if options["key"] is not None and unit != "jsonl":
+    if options["key"] is not None and unit not in ("jsonl", "rows"):
         raise UsageError(
-            f"--key {options['key']} needs JSON lines, but --documents is {unit}",
-            fix="add --documents jsonl, or leave it out",
+            f"--key {options['key']} needs JSON lines or rows, but --documents is {unit}",
+            fix="add --documents jsonl or --documents rows, or leave it out",
         )
+    if is_saved_dataset(path) and unit not in ("rows", "chat"):
+        raise UsageError(
+            f"{path} is a data set saved with save_to_disk, but --documents is {unit}",
+            fix="add --documents rows and --key COLUMN, or --documents chat",
+        )
+    if unit == "rows" and not is_saved_dataset(path):
+        raise UsageError(
+            f"--documents rows needs a data set saved with save_to_disk, and {path} is none",
+            fix="use --documents jsonl, lines or files",
+        )
+    if unit == "rows" and options["pattern"] != "*":
+        raise UsageError("--pattern has no effect with --documents rows", fix="leave it out")
     if options["chat_template"] is not None and unit != "chat":
         raise UsageError(f"--chat-template needs conversations, but --documents is {unit}", fix="add --documents chat")
     if unit != "chat":

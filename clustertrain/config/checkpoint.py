@@ -36,7 +36,7 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Logged scalar that ranks checkpoints, by its last value before the save. Empty: the contract's metric."""
     best_mode: MetricMode = "auto"
     """Direction of ``best``. ``"auto"``: as ``contract.mode`` for the contract's metric; for another scalar ``"max"``
-    if it is accuracy, top5 or recall_at_1, otherwise ``"min"``."""
+    if it is accuracy, top5, recall_at_1 or reward_accuracy, otherwise ``"min"``."""
     engine: CheckpointEngine = "raw"
     """Library that writes the bytes. All formats are read the same way."""
     async_save: bool = True

@@ -19,7 +19,8 @@ class ContractSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Scalar that decides which checkpoint is best and that early stopping and ``schedule.kind = "plateau"`` follow.
     Empty: ``validation_loss``, or ``loss`` without validation data."""
     mode: MetricMode = "auto"
-    """Direction of ``metric``. ``"auto"``: ``"max"`` for accuracy, top5 and recall_at_1, otherwise ``"min"``."""
+    """Direction of ``metric``. ``"auto"``: ``"max"`` for accuracy, top5, recall_at_1 and reward_accuracy, otherwise
+    ``"min"``."""
     slices: tuple[str, ...] = ()
     """Slices of the validation data on which a regression is unacceptable; reports compare their latest value with
     their best."""

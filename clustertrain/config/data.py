@@ -52,14 +52,15 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     path: str = ""
     """Source of the data. Text and pairs: a file, a folder searched recursively for ``pattern``, or ``"stdlib"`` (the
     Python standard library). Pairs also: ``"digits"``, the halves of scikit-learn's images. Tokens: a folder of
-    shards. Chat: a file of JSON lines, a Parquet file, or a folder of ``.jsonl`` and ``.parquet`` files. Images: an
-    ``.npz`` file, a folder with one folder per class, ``"shapes"`` (drawn) or ``"digits"``. An entry receives it
-    unchanged as its argument ``path``. Empty: ``"stdlib"`` or ``"shapes"``."""
+    shards. Chat: a file of JSON lines, a Parquet file, or a folder of ``.jsonl`` and ``.parquet`` files. Text, pairs,
+    tokens and chat also: a data set that Hugging Face's ``datasets`` saved with ``save_to_disk``. Images: an ``.npz``
+    file, a folder with one folder per class, ``"shapes"`` (drawn) or ``"digits"``. An entry receives it unchanged as
+    its argument ``path``. Empty: ``"stdlib"`` or ``"shapes"``."""
     pattern: str = "*.py"
     """Glob pattern of the files in a folder of text. Unused for other kinds."""
     entry: str = ""
-    """Function that returns your map-style dataset, as ``"package.module:function"``, called with ``args``. Required by
-    ``kind = "custom"``, unused otherwise."""
+    """Function that returns your map-style dataset or a stream of samples, as ``"package.module:function"``, called
+    with ``args``. Required by ``kind = "custom"``, unused otherwise."""
     args: dict[str, Any] = {}
     """Keyword arguments for ``entry``. Unused without an entry."""
     tokenizer: str = ""

@@ -6,9 +6,11 @@ from typing import Literal
 
 import msgspec
 
-MetricName = Literal["accuracy", "top5", "perplexity", "bits_per_token", "recall_at_1", "mae", "rmse"]
+MetricName = Literal[
+    "accuracy", "top5", "perplexity", "bits_per_token", "recall_at_1", "mae", "rmse", "reward_accuracy"
+]
 # validation_loss is always available in addition.
-HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1"})
+HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1", "reward_accuracy"})
 VALIDATION_PREFIX = "validation_"  # of metric names: validation_loss, validation_accuracy, …
 SLICE_SEPARATOR = "/"  # validation_accuracy/night is the accuracy on the slice night
 
@@ -31,7 +33,8 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Samples per rank and forward pass. 0: as in training."""
     metrics: tuple[MetricName, ...] = ()
     """Metrics in addition to the loss. Empty: accuracy for classes, also perplexity and bits_per_token on text;
-    recall_at_1 for NT-Xent; mae for regression."""
+    recall_at_1 for NT-Xent; mae for regression; reward_accuracy, the share of pairs whose chosen answer gained more
+    than the rejected one, for DPO."""
     save_predictions: int = 0
     """Samples, from the first on, whose targets and predictions are written to the run's folder with the best and the
     last evaluation; also a confusion matrix of all samples for a classifier. 0: none. Not for NT-Xent and cp."""

@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu-tanh"]
 RopeScalingKind = Literal["none", "linear", "llama3"]
 # "auto" stands for the first.
 DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
-    "decoder": ("text", "tokens", "custom"),
+    "decoder": ("text", "tokens", "chat", "custom"),
     "convnet": ("images", "custom"),
     "two-tower": ("pairs", "custom"),
 }

@@ -111,8 +111,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def tokens_per_sample(self) -> int:
         """Tokens per sample; 0 for images and for data entries."""
-        sequences = {"text": 1, "tokens": 1, "chat": 1, "pairs": 2}
-        return sequences.get(self.data_kind, 0) * self.data.seq_len
+        return self.sequences_per_sample * self.data.seq_len if self.is_text else 0
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of ``data.seq_len`` tokens that the model reads per sample."""
+        return 2 if self.data_kind == "pairs" or self.objective_kind == "dpo" else 1
 
     @property
     def is_text(self) -> bool:

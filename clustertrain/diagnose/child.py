@@ -23,6 +23,7 @@ from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.train.core import context, result
+from clustertrain.train.data.streams import as_map_style
 from clustertrain.train.models import build
 
 _MODULES = {name: f"clustertrain.diagnose.checks.{name.replace('-', '_')}" for name in CHECKS}
@@ -83,7 +84,7 @@ def main() -> int:
         recipe = subject.recipe
         writer(device=device_name(subject.device))
         task = subject.build_task()
-        if len(task.dataset) < 1:
+        if len(as_map_style(task.dataset)) < 1:
             raise ConfigError("the dataset is empty", fix="provide a dataset with at least one sample")
     except ClusterTrainError as e:
         writer(error=e.message, fix=e.fix, exit_code=e.exit_code)

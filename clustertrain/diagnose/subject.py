@@ -19,6 +19,7 @@ from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core import step_types
 from clustertrain.train.data import permutation
+from clustertrain.train.data.streams import as_map_style
 from clustertrain.train.distributed.dropout import Dropout
 from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.session.session import session
@@ -77,7 +78,7 @@ class Subject:
 
 def load_batch(trainer: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
     """Return (inputs, target) of ``count`` samples from position ``start`` of the run on, on the device."""
-    dataset = trainer.task.dataset
+    dataset = as_map_style(trainer.task.dataset)
     indices = permutation.samples_at(recipe.train.seed, len(dataset), start, count)
     return to_device(trainer.session.device, tuple(default_collate([dataset[i] for i in indices])))
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.model import ModelSpec
+from clustertrain.config.objective import ObjectiveKind
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.config.stability import StabilitySpec
@@ -33,6 +34,15 @@ def check_decoder_layout(model: ModelSpec, seq_len: int, parallel: ParallelSpec,
     if layout.tp > 1:
         _check_tensor_parallel(model, layout)
     _check_seq_len(seq_len, layout)
+
+
+def check_objective(kind: ObjectiveKind, layout: Layout) -> None:
+    """Raise ConfigError if the objective cannot be computed in ``layout``."""
+    if kind == "dpo" and layout.cp > 1:
+        raise ConfigError(
+            f"objective.kind = 'dpo' sums over whole answers, and cp {layout.cp} splits them among the ranks",
+            fix="remove --cp, and use tp, pp or fsdp",
+        )
 
 
 def _check_pipeline_stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:

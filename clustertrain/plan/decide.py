@@ -204,7 +204,7 @@ def _choose_candidate(request: PlanRequest, candidate: Candidate) -> PlanDecisio
         micro_batch=config.micro_batch,
         grad_accum=config.grad_accum,
         global_batch=global_batch,
-        tokens_per_step=global_batch * request.spec.recipe.data.seq_len,
+        tokens_per_step=global_batch * request.sample_tokens,
     )
     capacity = request.capacity_gib
     fits = None if capacity is None else candidate.peak_gib <= capacity

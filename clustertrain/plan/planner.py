@@ -242,7 +242,7 @@ def flops_per_step(spec: RunSpec, global_batch: int) -> float:
     adapter = find_adapter(spec.recipe.adapter, model)
     per_token = 6 * matmul if adapter is None else 4 * matmul + 6 * adapter.trained_elements(model)
     flops_per_token = per_token + 12 * model.layers * seq_len * model.attention_dim
-    return float(flops_per_token * seq_len * global_batch)
+    return float(flops_per_token * seq_len * spec.recipe.sequences_per_sample * global_batch)
 
 
 def check_fits(chosen: Plan) -> None:

@@ -103,6 +103,12 @@ class PlanRequest:
         return AttentionChoice.of(self.spec.recipe)
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample of the decoder. The estimates treat a pair of answers as one sequence of twice the length,
+        which has the same activations and slightly more attention."""
+        return self.spec.recipe.data.seq_len * self.spec.recipe.sequences_per_sample
+
+    @property
     def tp(self) -> int:
         return self.spec.job.tp or 1
 
@@ -162,6 +168,7 @@ class PlanRequest:
         if self.decoder is not None:
             checks.check_decoder_layout(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
             adapter_checks.check_base(self.spec.recipe, layout.tp)
+            checks.check_objective(self.spec.recipe.objective_kind, layout)
         elif self.spec.script is None:
             non_decoder.check_not_split(self.spec.recipe.model, layout)
             non_decoder.check_comparable(self.spec.recipe, layout)
@@ -179,7 +186,7 @@ class PlanRequest:
         constraints = SearchConstraints(
             strategy=strategy,
             tp=self.tp if is_fixed else 0,
-            cp=self.cp if is_fixed else 0,
+            cp=self.cp if is_fixed else 1 if recipe.objective_kind == "dpo" else 0,
             # parallel.split requires an explicitly requested pipeline.
             pp=self.pp if is_fixed or parallel.split else 0,
             dp_replicate=job.dp_replicate,
@@ -200,7 +207,7 @@ class PlanRequest:
             model=self.decoder,
             world_size=self.world_size,
             gpus_per_node=job.gpus,
-            seq_len=recipe.data.seq_len,
+            seq_len=self.sample_tokens,
             global_batch=global_batch,
             precision=self.precision,
             parallel=parallel,
@@ -215,7 +222,7 @@ class PlanRequest:
         """Return the configuration of one forward and backward pass."""
         is_half = self.precision in ("bf16", "fp16", "fp8")
         return PassConfig(
-            seq_len=self.spec.recipe.data.seq_len,
+            seq_len=self.sample_tokens,
             micro_batch=micro_batch,
             grad_accum=max(1, self.resolve_global_batch(layout) // (layout.data_parallel * micro_batch)),
             precision=self.precision,

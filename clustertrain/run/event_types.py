@@ -196,6 +196,34 @@ class DataDescribed(Event, frozen=True, kw_only=True):
     """Kernel that keeps attention inside documents, with the reason; null: tokens attend to the whole sample."""
 
 
+class StreamDescribed(Event, frozen=True, kw_only=True):
+    """The data is a stream, and positions are not exact: [Stream data](../guides/data.md#stream-your-data)."""
+
+    writer = "rank 0, built-in trainer"
+
+    data: str | None = None
+    """Key and value of the entry."""
+    version: str | None = None
+    sharded: bool | None = None
+    """Whether each data-parallel rank reads its own part."""
+    own_state: bool | None = None
+    """Whether the stream saves its own state; otherwise a resume reads it again."""
+    text: str | None = None
+    """What is exact."""
+    validation_samples: int | None = None
+
+
+class ReferenceComputed(Event, frozen=True, kw_only=True):
+    """The start weights' log-probabilities of all answers are known: [DPO](../guides/objectives.md#preferences)."""
+
+    writer = "rank 0, built-in trainer"
+
+    answers: int | None = None
+    """Number of answers, two per pair."""
+    reference_s: float | None = None
+    """Duration of the pass over the data."""
+
+
 class FirstStep(Event, frozen=True, kw_only=True):
     """The first step of the attempt is done."""
 

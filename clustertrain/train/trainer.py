@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from clustertrain import clock
 from clustertrain.checkpoint.format import model_tensors
 from clustertrain.config.checks.epochs import has_epoch_keys, list_epoch_keys
 from clustertrain.config.evaluation import VALIDATION_PREFIX
@@ -22,13 +25,17 @@ from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.data.preferences import ANSWERS
 from clustertrain.train.distributed import attention_kernels
 from clustertrain.train.evaluation.best_metric import LOSS_METRIC
+from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.models import losses
 from clustertrain.train.models.build import TrainingTask, build_task, find_model_loss
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
+from clustertrain.train.session.evaluation_api import compute_per_sample
 from clustertrain.train.session.model_setup import report_eval_mode
 from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
@@ -55,7 +62,8 @@ class Trainer:
 def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     """Build the parts that ``recipe`` names; ``batch`` is the plan's split of the global batch. Collective."""
     runtime = get_runtime(session)
-    training_task = build_task(recipe)
+    context = runtime.context
+    training_task = build_task(recipe, shard=(context.data_rank, context.layout.data_parallel))
     optim = recipe.optim
     load_weights(session, recipe.model, training_task.model)
     if recipe.adapter.is_enabled:
@@ -198,6 +206,32 @@ def build_evaluations(
     )
 
 
+def compute_reference(trainer: Trainer, recipe: Recipe) -> None:
+    """Compute the log-probabilities of all answers under the current weights; stop early if the ranks have agreed to
+    stop. Collective."""
+    runtime = get_runtime(trainer.session)
+    assert trainer.task.reference is not None
+    started, sequences = clock.monotonic(), 0
+    compute = functools.partial(_sum_target_log_probs, ignore_index=recipe.objective.ignore_index)
+    config = DatasetPassConfig(
+        trainer.data.micro_batch, workers=max(0, recipe.data.workers), limits=trainer.task.limits
+    )
+    for pairs in trainer.task.reference.datasets:
+        values = compute_per_sample(runtime, trainer.model, pairs, compute, ANSWERS, config)
+        if values is None:
+            return
+        pairs.set_reference(values)
+        sequences += values.numel()
+    reference_s = clock.monotonic() - started
+    runtime.events.emit("reference_computed", answers=sequences, reference_s=reference_s)
+    if runtime.is_main:
+        print(f"reference: log-probabilities of {sequences} answers in {reference_s:.1f} s", flush=True)
+
+
+def _sum_target_log_probs(logits: torch.Tensor, target: Any, *, ignore_index: int) -> torch.Tensor:
+    return losses.sum_log_probs(logits, target[0], ignore_index)
+
+
 def train(recipe: Recipe, batch: Batch) -> None:
     """Train until ``recipe.train.steps`` steps are done."""
     total = recipe.train.steps
@@ -212,6 +246,9 @@ def train(recipe: Recipe, batch: Batch) -> None:
             "data": trainer.data,
             "schedule": trainer.schedule,
         }
+        if trainer.task.reference is not None:
+            state["reference"] = trainer.task.reference
+            get_runtime(s).state.prepare_start = functools.partial(compute_reference, trainer, recipe)
         for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):
             trainer.schedule.apply(trainer.optimizer, step + 1)
             result = trainer.step()

@@ -1,4 +1,4 @@
-"""Rows of chat files: conversations with roles, from JSON lines and Parquet."""
+"""Rows of chat files: conversations with roles, from JSON lines, Parquet and saved data sets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import extras, reading
+from clustertrain.config.parsing import saved_datasets
 from clustertrain.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWER_ROLE = "assistant"
 MAX_ROW_BYTES = 64 * reading.MIB
-_COLUMNS = ("messages", "prompt", "completion", "tools")
+_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 _SUFFIXES = (".jsonl", ".parquet")
 _SHAPE_FIX = (
     'write {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, or '
@@ -35,8 +36,22 @@ class Conversation:
     """Descriptions of functions, which the template may show to the model."""
 
 
+_PAIR_FIX = (
+    'write {"prompt": "…", "chosen": "…", "rejected": "…"}, or "chosen" and "rejected" as two lists of messages that '
+    "begin alike"
+)
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """A row with two continuations of one conversation."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
 def list_chat_files(path: Path, key: str = "data.path") -> list[Path]:
-    """Return ``path`` itself, or the .jsonl and .parquet files in the folder ``path``, sorted.
+    """Return ``path`` itself if it is a file or a saved data set, otherwise its .jsonl and .parquet files, sorted.
 
     Raises:
         ConfigError: there is no such path, or no such file in it.
@@ -47,28 +62,61 @@ def list_chat_files(path: Path, key: str = "data.path") -> list[Path]:
                 f"{key} = {str(path)!r}: no such file or folder", fix="use a path that every node can read"
             )
         return [path]
+    if saved_datasets.is_saved_dataset(path):
+        return [path]
     files = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file() and not p.name.startswith("."))
     if not files:
         raise ConfigError(
-            f"{key} = {str(path)!r}: no {' or '.join(_SUFFIXES)} files", fix="name a folder of chat files, or one file"
+            f"{key} = {str(path)!r}: no {' or '.join(_SUFFIXES)} files",
+            fix="name a folder of chat files, one file, or a data set saved with save_to_disk",
         )
     return files
 
 
 def read_conversations(path: Path, max_bytes: int | None = None) -> Iterator[Conversation]:
-    """Yield the rows of one file: Parquet by its suffix, otherwise JSON lines. Blank lines are skipped.
+    """Yield the rows of a saved data set or of one file: Parquet by its suffix, otherwise JSON lines.
+
+    Blank lines are skipped.
 
     Args:
-        max_bytes: stop after about this many bytes of JSON lines, or after the first row group of Parquet; None:
-            read all.
+        max_bytes: stop after about this many bytes, or after the first row group of Parquet; None: read all.
 
     Raises:
         ConfigError: the file cannot be read, or a row is not a conversation; the message names the row.
         UnsuitableEnvironment: Parquet needs pyarrow, which is not installed.
     """
-    rows = _read_parquet(path, max_bytes) if path.suffix == ".parquet" else _read_json_lines(path, max_bytes)
-    for where, row in rows:
+    for where, row in _read_rows(path, max_bytes):
         yield parse_row(row, where)
+
+
+def read_preferences(path: Path, max_bytes: int | None = None) -> Iterator[PreferencePair]:
+    """Yield the rows of a file or saved data set of preferences; arguments and errors as :func:`read_conversations`."""
+    for where, row in _read_rows(path, max_bytes):
+        yield parse_preference(row, where)
+
+
+def read_answers(path: Path) -> Iterator[Conversation]:
+    """Yield the chosen and the rejected conversation of each pair in turn."""
+    for pair in read_preferences(path):
+        yield pair.chosen
+        yield pair.rejected
+
+
+def _read_rows(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
+    if path.is_dir():
+        return _read_saved_dataset(path, max_bytes)
+    return _read_parquet(path, max_bytes) if path.suffix == ".parquet" else _read_json_lines(path, max_bytes)
+
+
+def _read_saved_dataset(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
+    number, read_bytes = 0, 0
+    for batch in saved_datasets.iter_batches(path, _COLUMNS):
+        if max_bytes is not None and read_bytes >= max_bytes:
+            return
+        read_bytes += batch.nbytes
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", row
 
 
 def _read_json_lines(path: Path, max_bytes: int | None) -> Iterator[tuple[str, Any]]:
@@ -137,19 +185,68 @@ def parse_row(row: Any, where: str) -> Conversation:
         first_trained = len(prompt)
     else:
         raise _unknown_shape(present, where)
-    trained = tuple(i for i in range(first_trained, len(messages)) if _is_trained(messages[i]))
+    return Conversation(where, messages, _find_trained(messages, first_trained, where), _parse_tools(present, where))
+
+
+def parse_preference(row: Any, where: str) -> PreferencePair:
+    """Return the two conversations of ``row``.
+
+    ``chosen`` and ``rejected`` are texts or lists of messages that follow ``prompt``. Without it both are whole
+    conversations, and their common beginning is the prompt. Only the assistant's messages after the prompt are trained
+    on.
+
+    Raises:
+        ConfigError: ``row`` has another shape, or the answers are equal or empty; the message starts with ``where``.
+    """
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: {_describe(row)} instead of an object", fix=_PAIR_FIX)
+    present = {key: value for key, value in row.items() if value is not None}
+    if not {"chosen", "rejected"} <= present.keys():
+        listed = ", ".join(f"{key!r:.60}" for key in list(present)[:8]) or "none"
+        raise ConfigError(f"{where}: no pair of chosen and rejected; its keys: {listed}", fix=_PAIR_FIX)
+    if "prompt" in present:
+        prompt = _as_messages(present["prompt"], "user", f"{where}: prompt")
+        chosen, rejected = (
+            prompt + _as_messages(present[key], ANSWER_ROLE, f"{where}: {key}") for key in ("chosen", "rejected")
+        )
+        first = len(prompt)
+    else:
+        chosen, rejected = (_parse_messages(present[key], f"{where}: {key}") for key in ("chosen", "rejected"))
+        shorter = min(len(chosen), len(rejected))
+        first = next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter)
+    if chosen == rejected:
+        raise ConfigError(f"{where}: chosen and rejected are the same", fix="remove the row: it prefers neither")
+    if not first:
+        raise ConfigError(f"{where}: chosen and rejected answer no common prompt", fix=_PAIR_FIX)
+    tools = _parse_tools(present, where)
+    return PreferencePair(
+        *(
+            Conversation(f"{where}: {name}", messages, _find_trained(messages, first, f"{where}: {name}"), tools)
+            for name, messages in (("chosen", chosen), ("rejected", rejected))
+        )
+    )
+
+
+def _find_trained(messages: list[dict[str, Any]], first: int, where: str) -> tuple[int, ...]:
+    """Return the indices of the answers from message ``first`` on; raise ConfigError if there is none, or one is
+    empty."""
+    trained = tuple(i for i in range(first, len(messages)) if _is_trained(messages[i]))
     if not trained:
         raise ConfigError(
-            f"{where}: no answer: no {ANSWER_ROLE} message" + (" in the completion" if first_trained else ""),
+            f"{where}: no answer: no {ANSWER_ROLE} message" + (" after the prompt" if first else ""),
             fix="add the answer, or remove the row: there is nothing in it to learn",
         )
     for i in trained:
         if not (messages[i].get("content") or messages[i].get("tool_calls")):
             raise ConfigError(f"{where}: message {i + 1} is an empty answer", fix="add its text, or remove the row")
-    tools = present.get("tools")
+    return trained
+
+
+def _parse_tools(row: dict[str, Any], where: str) -> list[Any] | None:
+    tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise ConfigError(f"{where}: tools is {_describe(tools)}, not a list", fix="list the functions, or remove it")
-    return Conversation(where, messages, trained, tools or None)
+    return tools or None
 
 
 def _as_messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
@@ -190,7 +287,7 @@ def _unknown_shape(row: Iterable[str], where: str) -> ConfigError:
     if {"chosen", "rejected"} <= set(keys):
         return ConfigError(
             f"{where}: a pair of a chosen and a rejected answer",
-            fix="preferences are not supported: train on the chosen answers, as messages or completion",
+            fix='set objective.kind = "dpo", or train on the chosen answers, as messages or completion',
         )
     listed = ", ".join(f"{key!r:.60}" for key in keys[:8]) or "none"
     return ConfigError(f"{where}: neither messages nor prompt and completion; its keys: {listed}", fix=_SHAPE_FIX)

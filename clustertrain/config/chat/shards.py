@@ -26,3 +26,12 @@ def check_chat_shards(path: Path, index: ShardIndex, files: TokenizerFiles, key:
             f"{label}: made with another tokenizer than {files.path}: {index.tokenizer!r}, not {files.version!r}",
             fix=_FIX,
         )
+
+
+def check_no_shards(path: Path, key: str) -> None:
+    """Raise ConfigError if ``path`` is a folder of token shards, which hold no pairs of answers."""
+    if has_shards(path):
+        raise ConfigError(
+            f"{key} = {str(path)!r}: token shards, which hold no pairs of a chosen and a rejected answer",
+            fix="name the files of the pairs: preferences are tokenized when the run starts",
+        )

@@ -29,6 +29,7 @@ METRICS_BY_OBJECTIVE: Mapping[ObjectiveKind, tuple[MetricName, ...]] = {
     "l1": _REGRESSION_METRICS,
     "huber": _REGRESSION_METRICS,
     "nt-xent": ("recall_at_1",),
+    "dpo": ("reward_accuracy",),
 }
 
 
@@ -54,8 +55,6 @@ def check_recipe(recipe: Recipe) -> None:
 def _check_data(recipe: Recipe) -> None:
     model, data = recipe.model, recipe.data
     data_kinds = DATA_KINDS_BY_MODEL[model.kind]
-    if "tokens" in data_kinds:
-        data_kinds = (*data_kinds, "chat")  # its samples are tokens
     if not model.entry and data.kind not in ("auto", *data_kinds):
         raise ValueError(f"data.kind = {data.kind!r}: a {model.kind} trains on {' or '.join(data_kinds)}")
     train_path = data.path or BUILT_IN_DATASETS.get(recipe.data_kind, ("",))[0]
@@ -79,6 +78,9 @@ def _check_data(recipe: Recipe) -> None:
 def _check_objective(recipe: Recipe) -> None:
     if recipe.objective_kind == "nt-xent" and recipe.train.global_batch == 1:
         raise ValueError("train.global_batch = 1: objective.kind = 'nt-xent' compares at least two samples")
+    if recipe.objective_kind == "dpo":
+        _check_preferences(recipe)
+        return
     # A model entry may return anything; the built-in models return logits of classes, or similarities.
     if recipe.model.entry:
         return
@@ -88,6 +90,19 @@ def _check_objective(recipe: Recipe) -> None:
             f"objective.kind = {recipe.objective_kind!r}: a {recipe.model.kind} on {recipe.data_kind} is trained with "
             + expected
         )
+
+
+def _check_preferences(recipe: Recipe) -> None:
+    """Raise ValueError for tables that preference optimization cannot use."""
+    model, data = recipe.model, recipe.data
+    name = "objective.kind = 'dpo'"
+    if not model.is_decoder:
+        other = f"model.entry = {model.entry!r}" if model.entry else f"model.kind = {model.kind!r}"
+        raise ValueError(f"{name} compares answers of the built-in decoder: remove {other}")
+    if data.kind != "chat":
+        raise ValueError(f"{name} needs data.kind = 'chat', with a chosen and a rejected answer in each row")
+    if data.pack:
+        raise ValueError(f"{name} and data.pack: each answer is a sequence of its own: remove data.pack")
 
 
 def _check_schedule(recipe: Recipe) -> None:

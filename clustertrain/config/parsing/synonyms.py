@@ -125,6 +125,7 @@ _VALUES: Mapping[str, str] = {
     "mse": "l2 squared mean-squared-error",
     "l1": "mae absolute mean-absolute-error",
     "huber": "smooth-l1",
+    "dpo": "preference preferences direct-preference-optimization",
     "nt-xent": "ntxent infonce info-nce contrastive simclr clip",
     "cosine": "cosine-with-warmup cosine-annealing cosineannealing cosineannealinglr",
     "linear": "linear-with-warmup polynomial",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clustertrain.config.chat.encode import ChatEncoder
-from clustertrain.config.chat.rows import Conversation, list_chat_files, read_conversations
+from clustertrain.config.chat.rows import Conversation, list_chat_files, read_answers, read_conversations
 from clustertrain.config.chat.shards import has_shards
 from clustertrain.config.recipe import Recipe
 from clustertrain.diagnose.registry import Verdict
@@ -31,7 +31,8 @@ def check_answers(recipe: Recipe) -> AnswerFindings:
     if has_shards(path):
         return AnswerFindings()
     encoder = ChatEncoder(recipe.data_files["tokenizer"], recipe.data_files.get("chat_template"))
-    rows = itertools.chain.from_iterable(map(read_conversations, list_chat_files(path)))
+    read = read_answers if recipe.objective_kind == "dpo" else read_conversations
+    rows = itertools.chain.from_iterable(map(read, list_chat_files(path)))
     conversations = list(itertools.islice(rows, MAX_CONVERSATIONS))
     return assess_answers(encoder, conversations)
 

@@ -21,6 +21,7 @@ from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import permutation
 from clustertrain.train.data.describe import find_document_lengths, find_padding_fraction, format_documents
 from clustertrain.train.data.sample_checks import format_samples
+from clustertrain.train.data.streams import as_map_style
 
 MAX_SAMPLES = 1024  # to check, in the run's order and therefore from the whole dataset
 CONTIGUOUS_SAMPLES = 1024  # to check for shifted labels, in the dataset's order
@@ -68,7 +69,7 @@ class SampleStats:
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     task = subject.build_task()
-    dataset = task.dataset
+    dataset = as_map_style(task.dataset)
     size = len(dataset)
     if size < 1:
         return Finding(check="data", verdict="fail", text="the dataset is empty", fix="provide at least one sample")

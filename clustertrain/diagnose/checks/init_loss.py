@@ -139,7 +139,7 @@ def initial_loss(
             group = recipe.objective.group or samples
             return ExpectedLoss(math.log(group), f"ln {group}, the passages that are compared")
         return None  # views of one sample resemble each other before any training
-    if targets is None or not targets.numel():
+    if kind == "dpo" or targets is None or not targets.numel():  # ln 2 with the reference, which is not computed here
         return None
     magnitude = targets.double().abs()
     if kind == "mse":

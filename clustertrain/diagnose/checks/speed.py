@@ -14,6 +14,7 @@ from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.train.data.loader import Loader, resolve_workers
+from clustertrain.train.data.streams import as_map_style
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.trainer import Trainer
 
@@ -121,7 +122,7 @@ def _timed_step(trainer: Trainer, step: int, folder: Path) -> Iterator[dict[str,
 
 def _measure_samples_per_s(subject: Subject, workers: int) -> float:
     """Return the samples per second that a loader with ``workers`` reads on an idle machine, excluding its startup."""
-    dataset = subject.build_task().dataset
+    dataset = as_map_style(subject.build_task().dataset)
     micro_batch = subject.batch.micro_batch
     loader = Loader(
         dataset,

@@ -75,6 +75,9 @@ def _shorten(text: str) -> str:
 
 def _describe_samples(recipe: Recipe) -> str:
     # The share of padding depends on the lengths of all documents, which are not read here.
+    if recipe.objective_kind == "dpo":
+        size = pluralize(recipe.data.seq_len, "token")
+        return f"pairs of a chosen and a rejected answer, two sequences of {size} per sample"
     is_chat, size = recipe.data_kind == "chat", pluralize(recipe.data.seq_len, "token")
     place = f"packed into samples of {size}" if recipe.data.pack else f"one per sample of {size}"
     return (
@@ -99,6 +102,8 @@ def _describe_objective(recipe: Recipe, batch: Batch, layout: Layout) -> str:
     description = {
         "cross-entropy": _describe_cross_entropy(spec),
         "huber": f"huber, linear from {spec.delta:g} on",
+        "dpo": f"dpo with beta {spec.beta:g}; before the first step, a forward pass over all pairs computes the "
+        "reference, in about a third of the time of an epoch",
         "nt-xent": _describe_contrastive(recipe, batch, layout),
     }.get(kind, kind)
     has_own_loss = recipe.model.entry and spec.kind == "auto"

@@ -5,14 +5,16 @@ They do without the tokenizers library, which only the ranks need.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from clustertrain import extras, reading
 from clustertrain.config.chat.encode import build_template
-from clustertrain.config.chat.rows import list_chat_files, read_conversations
-from clustertrain.config.chat.shards import check_chat_shards, has_shards
+from clustertrain.config.chat.rows import Conversation, list_chat_files, read_conversations, read_preferences
+from clustertrain.config.chat.shards import check_chat_shards, check_no_shards, has_shards
 from clustertrain.config.chat.template import ChatTemplate
 from clustertrain.config.chat.tokenizer import check_vocabulary, load_tokenizer_files
+from clustertrain.config.parsing import saved_datasets
 from clustertrain.config.parsing.token_shards import load_index
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
@@ -60,6 +62,9 @@ def check_rows(path: Path, label: str, recipe: Recipe) -> None:
     has_tokenizer = all(
         recipe.data_files[key].exists() for key in ("tokenizer", "chat_template") if key in recipe.data_files
     )
+    has_pairs = recipe.objective_kind == "dpo"
+    if has_pairs:
+        check_no_shards(path, label.partition(" =")[0])
     if has_shards(path):
         index = load_index(path)
         if has_tokenizer:
@@ -70,13 +75,23 @@ def check_rows(path: Path, label: str, recipe: Recipe) -> None:
     template = _load_template(recipe) if has_tokenizer else None
     remaining, rows, are_all_read = MAX_CHECKED_BYTES, 0, True
     for file in list_chat_files(path, label.partition(" =")[0]):
-        if remaining <= 0 or (file.suffix == ".parquet" and not extras.is_installed("pyarrow")):
+        arrow_files = saved_datasets.list_arrow_files(file, label.partition(" =")[0]) if file.is_dir() else []
+        if remaining <= 0 or ((arrow_files or file.suffix == ".parquet") and not extras.is_installed("pyarrow")):
             are_all_read = False
             continue
-        for conversation in read_conversations(file, remaining):
+        for conversations in _read_rows(file, remaining, has_pairs=has_pairs):
             if template is not None and rows < MAX_RENDERED_ROWS:
-                template.find_answers(conversation)
+                for conversation in conversations:
+                    template.find_answers(conversation)
             rows += 1
-        remaining -= file.stat().st_size
+        remaining -= sum(part.stat().st_size for part in arrow_files or [file])
     if not rows and are_all_read:
         raise ConfigError(f"{label}: no conversation", fix="write one JSON object per line")
+
+
+def _read_rows(file: Path, max_bytes: int, *, has_pairs: bool) -> Iterator[tuple[Conversation, ...]]:
+    """Yield the conversations of each row: one, or the two of a pair."""
+    if has_pairs:
+        yield from ((pair.chosen, pair.rejected) for pair in read_preferences(file, max_bytes))
+    else:
+        yield from ((conversation,) for conversation in read_conversations(file, max_bytes))

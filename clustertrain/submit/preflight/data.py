@@ -8,10 +8,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from clustertrain import extras
 from clustertrain.config.checks import image_checks, slice_checks
 from clustertrain.config.checks.image_checks import ImageDatasetInfo
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGITS, DataKind
-from clustertrain.config.parsing import foreign_shards, token_shards
+from clustertrain.config.parsing import foreign_shards, saved_datasets, token_shards
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.submit.prepared_run import PreparedRun
@@ -98,7 +99,7 @@ def count_samples(recipe: Recipe) -> int | None:
         return info.samples if info is not None else None
     if data.pack or (path is not None and not path.exists()):
         return None
-    if kind in ("text", "pairs"):
+    if kind in ("text", "pairs") and not (path is not None and saved_datasets.is_saved_dataset(path)):
         size_bytes = (
             path.stat().st_size if path is not None and path.is_file() else data.max_bytes
         )  # of all files together
@@ -106,7 +107,7 @@ def count_samples(recipe: Recipe) -> int | None:
         return (min(size_bytes, data.max_bytes) - (kind == "text")) // recipe.tokens_per_sample
     if path is None:
         return None
-    if kind == "tokens":
+    if kind == "tokens" and not saved_datasets.is_saved_dataset(path):
         token_counts = [shard.tokens for shard in foreign_shards.load_shards(path)[1].shards]
         known_counts = [n for n in token_counts if n is not None]
         return (sum(known_counts) - 1) // data.seq_len if len(known_counts) == len(token_counts) else None
@@ -114,6 +115,9 @@ def count_samples(recipe: Recipe) -> int | None:
 
 
 def _check_shards(folder: Path, label: str, recipe: Recipe) -> None:
+    if saved_datasets.is_saved_dataset(folder):
+        _check_saved_tokens(folder, label, recipe)
+        return
     _, index = foreign_shards.load_shards(folder)
     if not recipe.model.entry:
         token_shards.check_vocabulary(folder, index, recipe.model.vocab_size)
@@ -127,7 +131,37 @@ def _check_shards(folder: Path, label: str, recipe: Recipe) -> None:
         )
 
 
+def _check_saved_tokens(folder: Path, label: str, recipe: Recipe) -> None:
+    """Check the files, the columns and the first rows of a saved data set, if pyarrow is here."""
+    key = label.partition(" =")[0]
+    saved_datasets.list_arrow_files(folder, key)
+    if not extras.is_installed("pyarrow"):
+        return
+    from clustertrain.config.parsing.saved_tokens import iter_token_rows  # numpy, slower than the rest of the commands
+
+    first = next(iter_token_rows(folder, key), None)
+    if first is None or not len(first.ends):
+        raise ConfigError(f"{label}: no rows", fix="choose a data set with rows")
+    largest = int(first.ids.max()) if len(first.ids) else 0
+    if not recipe.model.entry and largest >= recipe.model.vocab_size:
+        raise ConfigError(
+            f"{label}: the token {largest}, but model.vocab_size = {recipe.model.vocab_size} allows tokens up to "
+            f"{recipe.model.vocab_size - 1}",
+            fix=f"set model.vocab_size = {largest + 1} or more, or tokenize the text again",
+        )
+
+
+def _check_saved_text(folder: Path, label: str) -> None:
+    key, column = label.partition(" =")[0], saved_datasets.TEXT_COLUMN
+    saved_datasets.list_arrow_files(folder, key)
+    if extras.is_installed("pyarrow") and column not in (names := saved_datasets.read_columns(folder, key)):
+        raise saved_datasets.missing_columns(folder, names, (column,), key)
+
+
 def _check_text(path: Path, label: str, recipe: Recipe) -> None:
+    if saved_datasets.is_saved_dataset(path):
+        _check_saved_text(path, label)
+        return
     sample_bytes = recipe.tokens_per_sample + (recipe.data_kind == "text")  # the target of a byte is the next byte
     if path.is_file() and path.stat().st_size < sample_bytes:
         raise ConfigError(

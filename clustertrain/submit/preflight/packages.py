@@ -5,6 +5,7 @@ from __future__ import annotations
 from clustertrain import extras
 from clustertrain.config.data import DIGITS
 from clustertrain.config.optimizers import OPTIMIZERS
+from clustertrain.config.parsing.saved_datasets import is_saved_dataset
 from clustertrain.config.recipe import Recipe
 from clustertrain.submit.job_python import Interpreter
 
@@ -17,15 +18,17 @@ def check_packages(recipe: Recipe, python: Interpreter) -> None:
     """
     name, digits = recipe.optim.name, DIGITS in (recipe.data.path, recipe.data.validation_path)
     engine, package = recipe.checkpoint.engine, OPTIMIZERS[name].package
-    is_chat, paths = recipe.data_kind == "chat", (recipe.data.path, recipe.data.validation_path)
-    has_parquet = is_chat and any(path.endswith(".parquet") for path in paths)
+    is_chat, paths = recipe.data_kind == "chat", (recipe.data_path, recipe.validation_path)
+    has_arrow = any(
+        path is not None and ((is_chat and path.suffix == ".parquet") or is_saved_dataset(path)) for path in paths
+    )
     for needed, key, required in (
         (package, f"optim.name = {name!r}", package),
         (recipe.train.precision == "fp8", "train.precision = 'fp8'", "torchao"),
         (recipe.data.augment.is_enabled, "data.augment", "kornia"),
         (digits, f"data.path = {DIGITS!r}", "sklearn"),
         (is_chat, "data.kind = 'chat'", "tokenizers"),
-        (has_parquet, "data.path", "pyarrow"),
+        (has_arrow, "data.path", "pyarrow"),
         (engine == "torchsnapshot", f"checkpoint.engine = {engine!r}", "torchsnapshot"),
         (recipe.checkpoint.remote, f"checkpoint.remote = {recipe.checkpoint.remote!r}", "fsspec"),
     ):

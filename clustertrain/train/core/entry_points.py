@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clustertrain.config.parsing.documents import format_value
@@ -45,3 +45,11 @@ def check_arguments(factory: Callable[..., Any], name: str, args: Mapping[str, A
         raise ConfigError(
             f"{key} = {format_value(dict(args))}: {name}: {e}", fix="give the arguments that it accepts"
         ) from e
+
+
+def has_parameters(factory: Callable[..., Any], names: Sequence[str]) -> bool:
+    """Return whether ``factory`` names all of ``names`` among its parameters."""
+    try:
+        return set(names) <= inspect.signature(factory).parameters.keys()
+    except ValueError:  # built-in functions may have no signature
+        return False

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
 from clustertrain.config.chat.encode import ChatEncoder
-from clustertrain.config.chat.rows import list_chat_files, read_conversations
-from clustertrain.config.chat.shards import check_chat_shards, has_shards
+from clustertrain.config.chat.rows import Conversation, list_chat_files, read_answers, read_conversations
+from clustertrain.config.chat.shards import check_chat_shards, check_no_shards, has_shards
 from clustertrain.config.chat.tokenizer import check_vocabulary
 from clustertrain.config.parsing.token_shards import load_index
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.packing import IntArray
-from clustertrain.train.data.token_shards import PackedTokens, TokenCorpus, TokenSource, build_document_datasets
+from clustertrain.train.data.preferences import build_preference_datasets
+from clustertrain.train.data.token_shards import TokenCorpus, TokenSource, build_document_datasets
 
 
 class ChatCorpus:
@@ -27,8 +30,14 @@ class ChatCorpus:
 
     has_answers = True
 
-    def __init__(self, path: Path, encoder: ChatEncoder, key: str = "data.path") -> None:
-        """Read and tokenize the conversations at ``path``.
+    def __init__(
+        self,
+        path: Path,
+        encoder: ChatEncoder,
+        key: str = "data.path",
+        read: Callable[[Path], Iterable[Conversation]] = read_conversations,
+    ) -> None:
+        """Read and tokenize the conversations at ``path``; ``read`` yields those of a file.
 
         Raises:
             ConfigError: there is none, or a row is not usable; the message names the row.
@@ -38,7 +47,7 @@ class ChatCorpus:
         ids, answers, lengths = [], [], []
         self._rows: list[str] = []
         for file in list_chat_files(path, key):
-            for encoded in encoder.encode(read_conversations(file)):
+            for encoded in encoder.encode(read(file)):
                 ids.append(encoded.ids.astype(np.int32))
                 answers.append(encoded.answers)
                 lengths.append(len(encoded.ids))
@@ -82,8 +91,10 @@ class ChatCorpus:
         return f"xxh3: {digest.hexdigest()}"
 
 
-def build_chat_datasets(recipe: Recipe, vocab_size: int | None) -> tuple[PackedTokens, PackedTokens | None]:
+def build_chat_datasets(recipe: Recipe, vocab_size: int | None) -> tuple[Any, Any]:
     """Build the training dataset of ``data.kind = "chat"`` and the validation dataset (or None).
+
+    They are ``PackedTokens``, or ``PreferencePairs`` for preference optimization.
 
     Raises:
         ConfigError: a file, a row, the tokenizer or the template is not usable, or has tokens beyond ``vocab_size``,
@@ -94,16 +105,28 @@ def build_chat_datasets(recipe: Recipe, vocab_size: int | None) -> tuple[PackedT
     encoder = ChatEncoder(files["tokenizer"], files.get("chat_template"))
     if vocab_size is not None:
         check_vocabulary(encoder.files, vocab_size)
+    has_pairs = recipe.objective_kind == "dpo"
     train, validation = (
-        _open_corpus(files[key], encoder, f"data.{key}", vocab_size) if key in files else None
+        _open_corpus(files[key], encoder, f"data.{key}", vocab_size, has_pairs=has_pairs) if key in files else None
         for key in ("path", "validation_path")
     )
     assert train is not None  # the kind needs a path
+    if has_pairs:
+        return build_preference_datasets(
+            train,
+            validation,
+            seq_len=recipe.data.seq_len,
+            validation=recipe.data.validation,
+            ignore_index=recipe.objective.ignore_index,
+        )
     return build_document_datasets(train, validation, recipe.data, recipe.objective.ignore_index)
 
 
-def _open_corpus(path: Path, encoder: ChatEncoder, key: str, vocab_size: int | None) -> TokenSource:
+def _open_corpus(path: Path, encoder: ChatEncoder, key: str, vocab_size: int | None, *, has_pairs: bool) -> TokenSource:
     """Return the conversations at ``path``: tokens in memory, or the shards that ``data tokenize`` made of them."""
+    if has_pairs:
+        check_no_shards(path, key)
+        return ChatCorpus(path, encoder, key, read_answers)
     if not has_shards(path):
         return ChatCorpus(path, encoder, key)
     check_chat_shards(path, load_index(path), encoder.files, key)

@@ -22,21 +22,27 @@ from clustertrain.train.data.digits import DigitHalves, DigitImages
 from clustertrain.train.data.images import ImageArrays, ImageDataset, ImageFolder, Shapes
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.data.sample_reader import MapStyleDataset
+from clustertrain.train.data.streams import StreamSource, open_source
 from clustertrain.train.data.text import BytePairs, ByteText
 from clustertrain.train.data.token_shards import build_token_datasets
+
+_SHARD_ARGUMENTS = ("data_rank", "data_ranks")
 
 
 @dataclass(frozen=True)
 class Datasets:
     """The datasets of a run."""
 
-    train: MapStyleDataset
+    train: MapStyleDataset | StreamSource
     validation: MapStyleDataset | None = None
     """Validation samples in a fixed order; None if the recipe has none."""
 
 
-def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
+def build_datasets(recipe: Recipe, limits: Limits, shard: tuple[int, int] = (0, 1)) -> Datasets:
     """Build the datasets of ``recipe``, for a model that accepts inputs within ``limits``.
+
+    Args:
+        shard: the data-parallel rank and their number, for an entry that opens a part of a stream.
 
     Raises:
         ConfigError: a dataset is missing, empty or unsuitable for the model.
@@ -49,14 +55,22 @@ def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
     if recipe.data_kind == "chat":
         train, validation = build_chat_datasets(recipe, limits.vocab_size)
         return Datasets(train, validation)
-    train, validation = _build_dataset(recipe, data), None
-    _check_not_empty(train, data.description)
+    train, validation = _build_dataset(recipe, data, shard), None
+    if isinstance(train, StreamSource):
+        _check_stream(recipe)
+    else:
+        _check_not_empty(train, data.description)
     if recipe.data_kind == "images":
         _check_images(train, recipe, "path")
     if data.validation_path:
         validation = _build_dataset(
-            recipe, msgspec.structs.replace(data, path=data.validation_path, validation_path="")
+            recipe, msgspec.structs.replace(data, path=data.validation_path, validation_path=""), shard
         )
+        if isinstance(validation, StreamSource):
+            raise ConfigError(
+                f"data.validation_path = {data.validation_path!r}: {data.entry} returned a stream",
+                fix="return map-style validation data, such as a list of samples",
+            )
         _check_not_empty(validation, f"data.validation_path = {data.validation_path!r}")
         if recipe.data_kind == "images":
             _check_images(validation, recipe, "validation_path")
@@ -69,9 +83,24 @@ def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
     return Datasets(train, validation)
 
 
-def _build_dataset(recipe: Recipe, data: DataSpec) -> Any:
+def _check_stream(recipe: Recipe) -> None:
+    """Raise ConfigError for keys that need samples with numbers."""
+    data = recipe.data
+    for is_set, key, fix in (
+        (data.validation, f"data.validation = {data.validation:g}", "set data.validation_path"),
+        (data.workers > 0, f"data.workers = {data.workers}", "set 0, and read ahead in the stream itself"),
+        (recipe.stability.can_roll_back, "a rollback (stability)", 'use "skip", "warn" or "stop" instead'),
+        (recipe.contract.resume == "exact", "contract.resume = 'exact'", 'set "elastic"'),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{key} needs data by position, and data.entry = {data.entry!r} returned a stream", fix=fix
+            )
+
+
+def _build_dataset(recipe: Recipe, data: DataSpec, shard: tuple[int, int]) -> Any:
     if recipe.data_kind == "custom":
-        return _build_from_entry(data)
+        return _build_from_entry(data, shard)
     if recipe.data_kind == "images":
         return build_image_dataset(data)
     if recipe.data_kind == "pairs" and data.path == DIGITS:
@@ -101,25 +130,41 @@ def build_image_dataset(spec: DataSpec) -> ImageDataset:
     )
 
 
-def _build_from_entry(data: DataSpec) -> Any:
+def _build_from_entry(data: DataSpec, shard: tuple[int, int]) -> Any:
     """Call ``data.entry`` with ``data.args``, and with ``path`` if it is set.
 
+    An entry with the arguments ``data_rank`` and ``data_ranks`` opens a part of a stream, and gets ``shard``.
+
     Raises:
-        ConfigError: there is no such function, it does not accept the arguments, or its result is not a map-style
-            dataset.
+        ConfigError: there is no such function, it does not accept the arguments, or its result is neither a map-style
+            dataset nor iterable.
     """
     factory = entry_points.load_function(data.entry, "data.entry")
     args = {**data.args, **({"path": data.path} if data.path else {})}
-    entry_points.check_arguments(factory, data.entry, args, "data.args")
-    dataset = factory(**args)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    parts = dict(zip(_SHARD_ARGUMENTS, shard, strict=True))
+    is_sharded = entry_points.has_parameters(factory, _SHARD_ARGUMENTS) and not args.keys() & parts.keys()
+    entry_points.check_arguments(factory, data.entry, {**args, **(parts if is_sharded else {})}, "data.args")
+
+    def build() -> Any:
+        return factory(**args, **(parts if is_sharded else {}))
+
+    dataset = build()
+    version = getattr(dataset, "version", None)
+    if not isinstance(version, str):
+        version = f"{data.entry} {args}"
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if is_sharded:
+            raise ConfigError(
+                f"data.entry = {data.entry!r} takes {' and '.join(_SHARD_ARGUMENTS)} and returned map-style data",
+                fix="remove these arguments: map-style data is divided among the ranks by position",
+            )
+        return dataset if getattr(dataset, "version", None) == version else _VersionedDataset(dataset, version)
+    if not hasattr(dataset, "__iter__"):
         raise ConfigError(
             f"data.entry = {data.entry!r} returned {type(dataset).__name__}",
-            fix="return a map-style dataset with __len__ and __getitem__; index the chunks of a stream by number",
+            fix="return a map-style dataset with __len__ and __getitem__, or a stream of samples with __iter__",
         )
-    if not isinstance(getattr(dataset, "version", None), str):
-        return _VersionedDataset(dataset, f"{data.entry} {args}")
-    return dataset
+    return open_source(dataset, build, f"data.entry = {data.entry!r}", version, is_sharded=is_sharded)
 
 
 class _VersionedDataset:

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 
 from clustertrain.train.data.packing import CutDocuments
+from clustertrain.train.data.preferences import PreferencePairs
+from clustertrain.train.data.streams import StreamSource
 from clustertrain.train.data.token_shards import PackedTokens, TokenWindows
 
 PADDING_WARNING_FRACTION = 0.10  # warn when padding takes more of the computation than this
@@ -32,9 +34,24 @@ class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
 def report_datasets(train: Any, validation: Any, emit: EmitEvent, attention: str | None = None) -> None:
     """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut.
 
+    Of a stream, emit ``stream_described`` instead, and log how exact a resume is.
+
     Args:
         attention: how attention stays inside documents; None: it does not.
     """
+    if isinstance(train, StreamSource):
+        text = train.describe()
+        emit(
+            "stream_described",
+            data=train.name,
+            version=train.version,
+            sharded=train.is_sharded,
+            own_state=train.has_state,
+            text=text,
+            validation_samples=len(validation) if validation is not None else 0,
+        )
+        print(f"data: {text}", flush=True)
+        return
     lengths, padding = find_document_lengths(train), find_padding_fraction(train)
     cut, answer_share = find_cut_documents(train), find_answer_share(train)
     emit(
@@ -64,7 +81,9 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent, attention: str
     if padding is not None and padding > PADDING_WARNING_FRACTION:
         message = f"{padding:.0%} of each sample is padding: documents do not fill data.seq_len"
         fix = "set data.seq_len to a multiple of typical document lengths"
-        if cut is None:
+        if isinstance(_unwrap_split(train), PreferencePairs):
+            fix = "lower data.seq_len to the length of most answers with their prompts"
+        elif cut is None:
             fix += ", or remove data.pack"
         elif not _unwrap_split(train).packing.has_several:
             fix = "set data.pack = true"
@@ -107,13 +126,15 @@ def find_document_lengths(dataset: Any) -> DocumentLengths | None:
 def find_padding_fraction(dataset: Any) -> float | None:
     """Return the fraction of positions in packed samples without a token; None for data other than token shards."""
     base = _unwrap_split(dataset)
+    if isinstance(base, PreferencePairs):
+        return base.padding
     return base.packing.padding if isinstance(base, PackedTokens) else 0.0 if isinstance(base, TokenWindows) else None
 
 
 def find_cut_documents(dataset: Any) -> CutDocuments | None:
     """Return what became of conversations that are longer than a sample; None for other data."""
     base = _unwrap_split(dataset)
-    return base.cut if isinstance(base, PackedTokens) else None
+    return base.cut if isinstance(base, (PackedTokens, PreferencePairs)) else None
 
 
 def find_answer_share(dataset: Any) -> float | None:

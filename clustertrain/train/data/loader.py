@@ -28,7 +28,7 @@ __all__ = ["Loader", "MapStyleDataset", "resolve_workers"]
 
 # A socket's path has at most 107 bytes (Linux, unix(7)), and multiprocessing adds "/pymp-xxxxxxxx/listener-xxxxxxxx".
 MAX_TMPDIR_LENGTH = 107 - 32
-_PADDING_POSITION = -1  # position of a sample that only fills a micro-batch and does not count
+PADDING_POSITION = -1  # position of a sample that only fills a micro-batch and does not count
 
 
 class _MicroBatchSampler(Sampler[list[tuple[int, int]]]):
@@ -128,7 +128,7 @@ class Loader:
             for i in range(self._micro_batches_per_step)
         ]
         # Repeat one of the rank's samples: a NaN from outside the global batch would spoil the step.
-        return [micro_batch or [(pairs[0][0], _PADDING_POSITION)] for micro_batch in micro_batches]
+        return [micro_batch or [(pairs[0][0], PADDING_POSITION)] for micro_batch in micro_batches]
 
     def _sample_pairs(self, position: int, skip: int, share: int) -> list[tuple[int, int]]:
         """Return ``share`` (sample, position) pairs of the global batch at ``position``, after the first ``skip``."""
@@ -230,15 +230,17 @@ class Loader:
                 f"the dataset has {len(self._dataset)} samples, but the checkpoint was saved with {state['samples']}",
                 fix="train on the same data, or start a new run",
             )
-        saved = state.get("version")
+        self._check_version(state.get("version"))
+        self.close()
+        self.position, self._seed = state["position"], state["seed"]
+        self._excluded = permutation.ExcludedRanges(state.get("excluded", ()))
+
+    def _check_version(self, saved: str | None) -> None:
         if None not in (saved, self._version) and saved != self._version:
             raise CheckpointError(
                 f"the dataset has version {self._version}, but the checkpoint was saved with {saved}",
                 fix="train on the same data, or start a new run",
             )
-        self.close()
-        self.position, self._seed = state["position"], state["seed"]
-        self._excluded = permutation.ExcludedRanges(state.get("excluded", ()))
 
 
 def prefetch_batches(

@@ -52,7 +52,7 @@ class BatchReader(Dataset[Any]):
         Raises:
             ConfigError: a sample is unusable; the message names it.
         """
-        with _preserved_rng_states():
+        with preserved_rng_states():
             return self._read_batch(keys)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
@@ -73,10 +73,7 @@ class BatchReader(Dataset[Any]):
         return batch
 
     def _read_sample(self, sample: int, position: int) -> Any:
-        seed = derive_seed(self._seed, "sample", position)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+        seed_generators(derive_seed(self._seed, "sample", position))
         try:
             return self._dataset[sample]
         except Exception as e:
@@ -111,8 +108,16 @@ def format_structure(sample: Any) -> str:
     return type(sample).__name__
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch's CPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
 @contextmanager
-def _preserved_rng_states() -> Iterator[None]:
+def preserved_rng_states() -> Iterator[None]:
+    """Restore the states of these generators after the block."""
     saved_states = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:
         yield

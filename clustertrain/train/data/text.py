@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import xxhash
 from torch.utils.data import Dataset
 
 from clustertrain.config.data import DataSpec
+from clustertrain.config.parsing.saved_datasets import TEXT_COLUMN, is_saved_dataset, read_texts
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.text_files import STDLIB, list_files
 
@@ -32,12 +34,21 @@ def load_corpus(spec: DataSpec, min_bytes: int) -> np.ndarray[Any, np.dtype[np.u
 
 def _read_chunks(spec: DataSpec) -> Iterator[bytes]:
     remaining = spec.max_bytes
-    for path in list_files(spec):
-        data = path.read_bytes()[:remaining]
+    for piece in _read_pieces(spec):
+        data = piece[:remaining]
         remaining -= len(data)
         yield data
         if remaining <= 0:
             return
+
+
+def _read_pieces(spec: DataSpec) -> Iterator[bytes]:
+    """Yield the files of the corpus, or each row's text of a saved data set as a line."""
+    path = Path(spec.path).expanduser()
+    if spec.path and is_saved_dataset(path):
+        yield from (text + b"\n" for text in read_texts(path, TEXT_COLUMN))
+    else:
+        yield from (file.read_bytes() for file in list_files(spec))
 
 
 def compute_version(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:

@@ -14,12 +14,14 @@ import xxhash
 
 from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing.foreign_shards import LOSS_SUFFIX, load_shards
+from clustertrain.config.parsing.saved_datasets import is_saved_dataset
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary
 from clustertrain.errors import ConfigError
 from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.document_ends import read_document_ends
 from clustertrain.train.data.packing import CutDocuments, IntArray, Packing, cut_documents, pack, place_singly
+from clustertrain.train.data.saved_tokens import SavedTokens
 
 _HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that are hashed for the version
 
@@ -190,7 +192,7 @@ class TokenWindows:
 
     is_stream = True
 
-    def __init__(self, corpus: TokenCorpus, seq_len: int, ignore_index: int = -100) -> None:
+    def __init__(self, corpus: TokenSource, seq_len: int, ignore_index: int = -100) -> None:
         """Cut ``corpus`` into windows. Targets that it does not mark as answers, if it has marks, are ignored.
 
         Raises:
@@ -309,9 +311,9 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
     Raises:
         ConfigError: there are no shards, too few tokens, or tokens outside the vocabulary.
     """
-    corpus = TokenCorpus(Path(spec.path).expanduser(), vocab_size)
+    corpus = _open_corpus(spec.path, "data.path", vocab_size)
     validation_corpus = (
-        TokenCorpus(Path(spec.validation_path).expanduser(), vocab_size) if spec.validation_path else None
+        _open_corpus(spec.validation_path, "data.validation_path", vocab_size) if spec.validation_path else None
     )
     if spec.pack:
         return build_document_datasets(corpus, validation_corpus, spec, ignore_index)
@@ -319,6 +321,11 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
     if spec.validation:
         return validation_split.split(windows, spec.validation, corpus.name)
     return windows, TokenWindows(validation_corpus, spec.seq_len, ignore_index) if validation_corpus else None
+
+
+def _open_corpus(path: str, key: str, vocab_size: int | None) -> TokenSource:
+    folder = Path(path).expanduser()
+    return SavedTokens(folder, key) if is_saved_dataset(folder) else TokenCorpus(folder, vocab_size)
 
 
 def build_document_datasets(

@@ -17,6 +17,7 @@ from clustertrain.config.chat.encode import ChatEncoder, EncodedConversation
 from clustertrain.config.chat.rows import list_chat_files, read_conversations
 from clustertrain.config.chat.tokenizer import TokenizerFiles, build_tokenizer, encode_batch
 from clustertrain.config.data import DataSpec
+from clustertrain.config.parsing import saved_datasets
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, ShardIndex, TokenDtype, TokenShard
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.text_files import list_files
@@ -24,7 +25,7 @@ from clustertrain.train.data.text_files import list_files
 _SHARD_FILE = re.compile(r"\d{5}\.(bin|(ends|answers)\.npy)")
 SHARD_TOKENS = 32 * 1024 * 1024  # per shard, which is held in memory while it is written
 BATCH_DOCUMENTS = 256  # tokenized by one call of the tokenizers library, with all cores
-DocumentUnit = Literal["files", "lines", "jsonl"]
+DocumentUnit = Literal["files", "lines", "jsonl", "rows"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Document = Sequence[int] | Array | EncodedConversation
@@ -151,12 +152,15 @@ def _write_shard(folder: Path, number: int, documents: Sequence[Array], answers:
 
 def read_documents(path: Path, pattern: str, unit: DocumentUnit, key: str) -> Iterator[bytes]:
     """Yield the documents of a text file or folder: whole files, their lines, or the strings under ``key`` of JSON
-    lines.
+    lines or of the rows of a saved data set.
 
     Raises:
-        ConfigError: the path is missing, no file matches ``pattern``, or a line is not a JSON object with such a
-            string.
+        ConfigError: the path is missing, no file matches ``pattern``, or a line or row has no such string.
+        UnsuitableEnvironment: a saved data set needs pyarrow, which is not installed.
     """
+    if unit == "rows":
+        yield from saved_datasets.read_texts(path, key, "PATH")
+        return
     for file in list_files(DataSpec(path=str(path), pattern=pattern)):
         if unit == "files":
             yield file.read_bytes()

@@ -176,8 +176,15 @@ def build_pass(
     """Return this rank's pass over a dataset or a script's batches; raise ConfigError if the dataset is empty."""
     if isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         return LoaderPass(data, context.device, any_rank)
+    return build_dataset_pass(cast(MapStyleDataset, data), config, context, seed)
+
+
+def build_dataset_pass(
+    dataset: MapStyleDataset, config: DatasetPassConfig, context: RankContext, seed: int
+) -> DatasetPass:
+    """Return this rank's pass over ``dataset``; raise ConfigError if it is empty."""
     return DatasetPass(
-        cast(MapStyleDataset, data),
+        dataset,
         micro_batch=config.micro_batch,
         rank=context.data_rank,
         ranks=context.layout.data_parallel,

@@ -24,7 +24,7 @@ from clustertrain.train.data.sample_checks import describe_sample
 from clustertrain.train.distributed import precision
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.evaluation.collected import CollectedEmbeddings
-from clustertrain.train.evaluation.dataset_pass import EvalBatch
+from clustertrain.train.evaluation.dataset_pass import DatasetPass, EvalBatch
 from clustertrain.train.evaluation.eval_mode import evaluation_mode
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms, to_full_tensor
 from clustertrain.train.evaluation.predictions import PredictionRecorder
@@ -158,6 +158,30 @@ class Evaluator:
         if dist.is_initialized():
             dist.all_reduce(sums)
         return _compute_means(sums, metrics, slices)
+
+    def compute_per_sample(
+        self, batches: DatasetPass, compute: Callable[[Any, Any], torch.Tensor], width: int
+    ) -> torch.Tensor | None:
+        """Return ``compute(output, target)``, (batch, width), of all samples: (samples, width) in fp32 on the CPU.
+
+        It is equal on all ranks, and None if the ranks agreed to stop early. Not for context parallelism: ``compute``
+        gets whole sequences.
+        """
+        values = torch.zeros(batches.num_samples, width, device=self._context.device)
+        with evaluation_mode(self._model, self._groups, self._context.device), self._loss_context():
+            for chunk in _iter_chunks(batches, self._chunk_size):
+                if self._should_stop():
+                    return None
+                for batch, output, target in self._forward(chunk):
+                    counted = len(batch.sample_indices)
+                    with precision.autocast(self._context):
+                        rows = compute(output, target)[:counted]
+                    values[torch.tensor(batch.sample_indices, dtype=torch.long)] = rows.detach().to(values.dtype)
+        if not self._counts_results:
+            values.zero_()
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values.cpu()
 
     def _forward(self, chunk: Sequence[EvalBatch]) -> Iterator[tuple[EvalBatch, Any, Any]]:
         pairs = [_check_pair(p.batch) for p in chunk]

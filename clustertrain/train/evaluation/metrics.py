@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
+from clustertrain.train.models.losses import log_prob_gains
 
 # A sum on the device and its number of terms.
 MetricTerms = tuple[torch.Tensor, "torch.Tensor | int"]
@@ -159,6 +160,15 @@ def _recall_at_1(output: Any, target: object, ignore_index: int) -> MetricTerms:
     return hits[0] + hits[1], 2 * groups * size
 
 
+def _reward_accuracy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
+    """Return for how many pairs the chosen answer gained more probability than the rejected one, and the number of
+    pairs."""
+    if not (isinstance(target, (tuple, list)) and len(target) == 2 and output.dim() == 4):
+        raise IncompatibleOutputs
+    gains = log_prob_gains(output, (target[0], target[1]), ignore_index)
+    return (gains[:, 0] > gains[:, 1]).sum(), len(gains)
+
+
 def _prediction_errors(output: object, target: object) -> torch.Tensor:
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
         raise IncompatibleOutputs
@@ -193,6 +203,9 @@ BUILT_IN_METRICS: Mapping[str, EvalMetric] = {
         EvalMetric("bits_per_token", _cross_entropy, _CLASSES_TEXT, lambda nats: nats / math.log(2)),
         EvalMetric(
             "recall_at_1", _recall_at_1, "similarities (groups, group, group) or two embeddings (batch, features)"
+        ),
+        EvalMetric(
+            "reward_accuracy", _reward_accuracy, "logits (pairs, 2, length, classes) and targets with a reference"
         ),
         EvalMetric("mae", _absolute_error, _NUMBERS_TEXT),
         EvalMetric("rmse", _squared_error, _NUMBERS_TEXT, math.sqrt),

@@ -17,7 +17,9 @@ from clustertrain.train.core import entry_points, step_types
 from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.datasets import build_datasets, build_limits
 from clustertrain.train.data.loader import MapStyleDataset
+from clustertrain.train.data.preferences import PreferencePairs, ReferenceLogProbs
 from clustertrain.train.data.sample_checks import Limits
+from clustertrain.train.data.streams import StreamSource
 from clustertrain.train.models import losses, outputs, train_mode
 from clustertrain.train.models.convnet import ConvNet
 from clustertrain.train.models.decoder import Decoder
@@ -30,20 +32,23 @@ class TrainingTask:
 
     model: nn.Module
     """On the meta device if it can fill its parameters (``init_parameter``), otherwise on the CPU."""
-    dataset: MapStyleDataset
+    dataset: MapStyleDataset | StreamSource
     loss: Loss
     validation: MapStyleDataset | None = None
     """Validation samples in a fixed order; None if the recipe has none."""
     limits: Limits | None = None
     """Input limits of the model, for both datasets."""
+    reference: ReferenceLogProbs | None = None
+    """Of preference optimization: what the start weights give each answer, computed before the first step."""
     left_eval_mode: Sequence[str] = ()
     """Modules that were built in evaluation mode and have been switched to training mode."""
 
 
-def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
+def build_task(recipe: Recipe, *, shard: tuple[int, int] = (0, 1), inspect_only: bool = False) -> TrainingTask:
     """Build the training task of ``recipe``.
 
     Args:
+        shard: the data-parallel rank and their number, for data that is a stream.
         inspect_only: build the model on the meta device wherever possible, since nothing will fill it.
 
     Raises:
@@ -54,11 +59,20 @@ def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
     check_document_attention(recipe, module)
     model_loss = find_model_loss(recipe, module)
     limits = build_limits(recipe, module, has_model_loss=model_loss is not None)
-    data = build_datasets(recipe, limits)
+    data = build_datasets(recipe, limits, shard)
     loss = losses.build_loss(recipe) if model_loss is None else model_loss
     if spec.entry and model_loss is None:
         outputs.prepare_entry(module)
-    return TrainingTask(module, data.train, loss, data.validation, limits, train_mode.set_train_mode(module))
+    pairs = [dataset for dataset in (data.train, data.validation) if isinstance(dataset, PreferencePairs)]
+    return TrainingTask(
+        module,
+        data.train,
+        loss,
+        data.validation,
+        limits,
+        ReferenceLogProbs(pairs) if pairs else None,
+        train_mode.set_train_mode(module),
+    )
 
 
 def check_document_attention(recipe: Recipe, module: nn.Module) -> None:

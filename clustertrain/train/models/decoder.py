@@ -228,14 +228,25 @@ class Decoder(nn.Module):
         """Compute logits, or hidden states in a stage without the head.
 
         Args:
+            tokens: token ids (batch, length) or hidden states (batch, length, dim); or pairs of sequences, (batch, 2,
+                …), which keep that shape.
             samples: (batch,) int64, position of each sample in the run, which seeds dropout.
             document_starts: (batch, length) int64, position in the sample of the first token of each token's document.
                 Tokens then attend only to their own document, with rotary positions that start at 0 in each. None: to
                 the whole sample.
         """
-        x = tokens
         if samples is not None:
             samples = samples.to(tokens.device, non_blocking=True)
+        if tokens.dim() == (4 if tokens.is_floating_point() else 3):
+            # Both sequences of a pair drop the same, so that they differ by their text only.
+            pair_samples = samples.repeat_interleave(2) if samples is not None else None
+            output = self._compute(tokens.flatten(0, 1), pair_samples)
+            return output.view(*tokens.shape[:2], *output.shape[1:])
+        return self._compute(tokens, samples)
+
+    def _compute(self, tokens: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
+        """Compute the output of :meth:`forward` for single sequences."""
+        x = tokens
         if not tokens.is_floating_point():
             assert self.embed is not None
             x = self.embed(tokens)

@@ -29,6 +29,8 @@ def build_loss(recipe: Recipe) -> Loss:
         return functools.partial(
             cross_entropy, smoothing=spec.label_smoothing, ignore_index=spec.ignore_index, soft_targets=soft
         )
+    if kind == "dpo":
+        return functools.partial(preference, beta=spec.beta, ignore_index=spec.ignore_index)
     if kind == "nt-xent":
         is_two_tower = recipe.model.kind == "two-tower"  # its samples' targets are their ids
         return ContrastiveLoss(spec.temperature, spec.group, ids_in_targets=is_two_tower)
@@ -111,6 +113,37 @@ def huber(outputs: torch.Tensor, targets: torch.Tensor, *, delta: float) -> SumA
     """
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.huber_loss(outputs, targets, reduction="sum", delta=delta), targets.numel()
+
+
+def preference(
+    logits: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor], *, beta: float, ignore_index: int = -100
+) -> SumAndCount:
+    """Return (sum, count) of the DPO loss (Rafailov et al., arXiv 2305.18290, equation 7) of pairs of answers.
+
+    Args:
+        logits: (pairs, 2, length, vocabulary), of the chosen and the rejected answer.
+        target: the tokens of both, (pairs, 2, length), and their log-probabilities under the start weights, (pairs, 2).
+        beta: strength of the constraint to the start weights.
+    """
+    gains = log_prob_gains(logits, target, ignore_index)
+    return -F.logsigmoid(beta * (gains[:, 0] - gains[:, 1])).sum(), len(gains)
+
+
+def log_prob_gains(
+    logits: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor], ignore_index: int = -100
+) -> torch.Tensor:
+    """Return by how much the log-probability of each answer exceeds that under the start weights, (pairs, 2) in fp32;
+    arguments as for :func:`preference`."""
+    tokens, reference = target
+    return sum_log_probs(logits, tokens, ignore_index) - reference
+
+
+def sum_log_probs(logits: torch.Tensor, tokens: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """Return the log-probability of each sequence ``tokens`` (..., length), ignored ones excepted: (...) in fp32."""
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none", ignore_index=ignore_index)
+    if is_dtensor(loss):  # the same on the ranks that share the vocabulary
+        loss = loss.full_tensor()
+    return -loss.view(tokens.shape).sum(-1)
 
 
 def _to_fp32_pair(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement
 from clustertrain.train.core.time_left import DeadlineTracker
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.data.stream_loader import StreamLoader
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.session import checkpointing_config, resume_check
@@ -208,6 +209,8 @@ class SessionCheckpointer:
         """Continue from ``restored``: set the best step, random states, excluded samples and the timer of saves."""
         if restored is not None:
             self._check_best_exists()
+            for name, loader in _stream_parts(state):
+                loader.load_rank_state((restored.rank_state or {}).get("streams", {}).get(name))
         if restored is not None and restored.rank_state is not None:
             self._num_threads = restored.rank_state["threads"]
             torch.set_num_threads(self._num_threads)
@@ -265,7 +268,7 @@ class SessionCheckpointer:
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocate memory for the first save, in the background. Call this once the optimizer has its state."""
         if self._manager is not None and self._interval is not None:
-            self._manager.reserve(state, self._rank_state())
+            self._manager.reserve(state, self._rank_state(state))
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is due by the step number, which all ranks know."""
@@ -289,7 +292,7 @@ class SessionCheckpointer:
         """
         if self._manager is None:
             return
-        rank_state, wait = self._rank_state(), reason != "interval"
+        rank_state, wait = self._rank_state(state), reason != "interval"
         if reason == "interval" and self._is_best_only(step):
             reason = "best"
         self._save_started_at[step] = clock.now()
@@ -320,8 +323,10 @@ class SessionCheckpointer:
             and not (self.is_due(step) or self._save_requested)
         )
 
-    def _rank_state(self) -> dict[str, Any]:
-        return {"random": seeds.capture_rng_state(self._context.device), "threads": self._num_threads}
+    def _rank_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        rank_state = {"random": seeds.capture_rng_state(self._context.device), "threads": self._num_threads}
+        streams = {name: loader.rank_state() for name, loader in _stream_parts(state)}
+        return {**rank_state, "streams": streams} if streams else rank_state
 
     def has_failed_save(self) -> bool:
         """Return whether a save of this rank has failed, without waiting."""
@@ -397,3 +402,10 @@ class SessionCheckpointer:
 
     def _is_stop_requested(self) -> bool:
         return self._context.rank_dir is not None and (self._context.rank_dir / "stop").exists()
+
+
+def _stream_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, StreamLoader]]:
+    """Yield the loaders in ``state`` of which each rank reads a part of a stream, with their names."""
+    for name, value in state.items():
+        if isinstance(value, StreamLoader) and value.source.is_sharded:
+            yield name, value

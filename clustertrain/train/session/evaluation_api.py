@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from clustertrain import clock
@@ -15,7 +17,7 @@ from clustertrain.run import heartbeat
 from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.loader import MapStyleDataset
 from clustertrain.train.evaluation import predictions
-from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_pass
+from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_dataset_pass, build_pass
 from clustertrain.train.evaluation.evaluator import Evaluator, find_slices
 from clustertrain.train.evaluation.metrics import MetricFn, build_metrics
 from clustertrain.train.evaluation.predictions import PredictionRecorder
@@ -79,9 +81,7 @@ def evaluate(
     batches = build_pass(data, pass_config, runtime.context, runtime.seed, runtime.agreement.any_rank)
     evaluator = Evaluator(model, runtime.context, runtime.groups, runtime.agreement.poll)
     recorder = _build_recorder(runtime, evaluator, data, options)
-    train_step = runtime.state.train_step
-    is_compile_untried = train_step is not None and train_step.is_compile_untried
-    with timed_evaluation(runtime), compile_trial.eager_layers(model) if is_compile_untried else nullcontext():
+    with timed_evaluation(runtime), _eager_layers(runtime, model):
         results = evaluator(batches, loss_fn, metrics, slices, options.ignore_index, recorder, group)
         if recorder is not None and results and runtime.context.run is not None:
             folder, context = runtime.context.run.predictions, runtime.context
@@ -120,6 +120,33 @@ def _default_group(runtime: SessionRuntime) -> int:
     if runtime.context.batch is not None and runtime.context.batch.global_batch:
         return runtime.context.batch.global_batch
     return runtime.loaders[0].global_batch if runtime.loaders else sys.maxsize
+
+
+def compute_per_sample(
+    runtime: SessionRuntime,
+    model: nn.Module,
+    dataset: MapStyleDataset,
+    compute: Callable[[Any, Any], torch.Tensor],
+    width: int,
+    pass_config: DatasetPassConfig,
+) -> torch.Tensor | None:
+    """Return ``compute(output, target)``, (batch, width), of every sample, (samples, width) in fp32 on the CPU; None if
+    the ranks agreed to stop. Collective.
+
+    Raises:
+        ConfigError: ``dataset`` is empty.
+    """
+    batches = build_dataset_pass(dataset, pass_config, runtime.context, runtime.seed)
+    evaluator = Evaluator(model, runtime.context, runtime.groups, runtime.agreement.poll)
+    with timed_evaluation(runtime), _eager_layers(runtime, model):
+        return evaluator.compute_per_sample(batches, compute, width)
+
+
+def _eager_layers(runtime: SessionRuntime, model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which layers whose compilation was not tried yet are not compiled."""
+    train_step = runtime.state.train_step
+    is_compile_untried = train_step is not None and train_step.is_compile_untried
+    return compile_trial.eager_layers(model) if is_compile_untried else nullcontext()
 
 
 def default_micro_batch(runtime: SessionRuntime) -> int:

@@ -66,6 +66,8 @@ class SessionState:
     load_initial_weights: Callable[[], None] | None = None
     """Loads the pretrained weights, which the checkpoint to resume from replaces; called if there is none after
     all."""
+    prepare_start: Callable[[], None] | None = None
+    """Called before the first step of a run that starts from its initial weights."""
     is_finished: bool = False
     """A loop has done all its steps."""
 

@@ -19,6 +19,8 @@ from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
 from clustertrain.train.data.sample_checks import Limits
+from clustertrain.train.data.stream_loader import StreamLoader
+from clustertrain.train.data.streams import StreamSource
 from clustertrain.train.distributed import data_parallel, grad_norm
 from clustertrain.train.distributed.mesh import cores_per_rank
 from clustertrain.train.distributed.precision import autocast
@@ -361,7 +363,7 @@ class Session:
 
     def loader(
         self,
-        dataset: MapStyleDataset,
+        dataset: MapStyleDataset | StreamSource,
         *,
         global_batch: int,
         micro_batch: int | None = None,
@@ -387,19 +389,22 @@ class Session:
             ConfigError: ``global_batch`` does not divide over the ranks and micro-batches, or the dataset is empty.
         """
         runtime = get_runtime(self)
-        loader = Loader(
-            dataset,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            workers=resolve_workers(workers, self.device, cores_per_rank(runtime.context)),
-            prefetch=prefetch,
-            limits=limits,
-            seed=self.seed,
-            rank=runtime.context.data_rank,
-            ranks=runtime.context.layout.data_parallel,
-            device=self.device,
-            ragged=ragged,
-        )
+        shared: dict[str, Any] = {
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "limits": limits,
+            "seed": self.seed,
+            "rank": runtime.context.data_rank,
+            "ranks": runtime.context.layout.data_parallel,
+            "device": self.device,
+            "ragged": ragged,
+        }
+        loader: Loader
+        if isinstance(dataset, StreamSource):
+            loader = StreamLoader(dataset, **shared)
+        else:
+            num_workers = resolve_workers(workers, self.device, cores_per_rank(runtime.context))
+            loader = Loader(dataset, workers=num_workers, prefetch=prefetch, **shared)
         runtime.loaders.append(loader)
         return loader
 

@@ -95,6 +95,8 @@ class StepLoop:
             if self._start_step == 0 and self._session_state.load_initial_weights is not None:
                 self._session_state.load_initial_weights()
             self._session_state.load_initial_weights = None
+        if self._start_step == 0 and self._session_state.prepare_start is not None:
+            self._session_state.prepare_start()
         self._eval_caught_up = self._run_missed_evaluation()
 
     def _roll_back(self, rollback: Rollback, target: RollbackTarget) -> None:

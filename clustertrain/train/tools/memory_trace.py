@@ -17,6 +17,7 @@ from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.plan.cost.user_model import MemoryTrace
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.data.streams import as_map_style
 from clustertrain.train.distributed import block_transforms
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import parameter_dtype
@@ -46,7 +47,8 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
         from torch.distributed._tools.mem_tracker import MemTracker
     except ImportError as e:
         raise UnsuitableEnvironment(f"torch {torch.__version__} has no MemTracker: {e}") from e
-    samples = [task.dataset[i % len(task.dataset)] for i in range(request.micro_batch)]
+    dataset = as_map_style(task.dataset)
+    samples = [dataset[i % len(dataset)] for i in range(request.micro_batch)]
     # Constants that the model stores outside its buffers remain real tensors.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = tree_map_only(torch.Tensor, fake_mode.from_tensor, default_collate(samples))

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from clustertrain.cli.data import data
 from clustertrain.config.parsing.token_shards import ShardIndex, load_index
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
+from tests.saved_dataset import save_dataset
 from tests.tiny_tokenizer import MARKED, byte_level_tokenizer, chat, write_rows, write_tokenizer
 
 TOKENIZER_MODULE = """
@@ -74,6 +75,14 @@ def test_json_lines_use_the_given_key(folder: Path) -> None:
     assert tokenize(folder, "--documents", "jsonl", "--key", "body")[1] == [[*b"a.txt"], [*b"b.md"]]
 
 
+def test_rows_of_a_saved_dataset_use_the_given_column(folder: Path) -> None:
+    shutil.rmtree(folder / "text")
+    save_dataset(folder / "text", [{"body": "one"}, {"body": "two"}])
+    assert tokenize(folder, "--documents", "rows", "--key", "body")[1] == [[*b"one"], [*b"two"]]
+    with pytest.raises(UsageError, match="is a data set saved with save_to_disk, but --documents is files"):
+        tokenize(folder)
+
+
 def test_json_line_that_cannot_be_parsed_is_named(folder: Path) -> None:
     for line, reason in (("[" * 100_000, "levels deep"), (f'{{"text": {"9" * 5000}}}', "digits")):
         (folder / "text" / "a.txt").write_text(line + "\n")
@@ -93,7 +102,7 @@ def test_lone_surrogate_becomes_the_replacement_character(folder: Path) -> None:
         (["--tokenizer", "letters"], UsageError, "neither bytes, nor a tokenizer.json"),
         (["--tokenizer", "nowhere_at_all:f"], ConfigError, "no module 'nowhere_at_all'"),
         (["--documents", "jsonl"], ConfigError, "a.txt, line 1: not a JSON object with 'text'"),
-        (["--key", "body"], UsageError, "needs JSON lines, but --documents is files"),
+        (["--key", "body"], UsageError, "needs JSON lines or rows, but --documents is files"),
         (["--pattern", "*.rst"], ConfigError, "no file matches"),
         (["--dtype", "uint8", "--end", "300"], ConfigError, "uint8 holds 0 to 255"),
     ],

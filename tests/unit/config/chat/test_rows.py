@@ -55,7 +55,7 @@ def test_columns_of_parquet_that_are_empty_are_absent(tmp_path: Path) -> None:
         ({"messages": "hello"}, "w: messages: text instead of"),
         ({"messages": [USER]}, "w: no answer: no assistant message"),
         ({"messages": [USER, {**ANSWER, "content": ""}]}, "w: message 2 is an empty answer"),
-        ({"prompt": [USER, ANSWER], "completion": [USER]}, "w: no answer: no assistant message in the completion"),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, "w: no answer: no assistant message after the prompt"),
         ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2: unknown role 'bot'(.|\n)*use system"),
         ({"messages": [{"from": "human", "value": "a"}]}, 'message 1: no role(.|\n)*rename "from"'),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "text"}]}]}, "content is a list, not text"),

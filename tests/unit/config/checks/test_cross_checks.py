@@ -54,7 +54,7 @@ def recipe(**tables: Any) -> Recipe:
             "mode = 'max' and checkpoint.best_mode = 'min' contradict each other for loss",
         ),
         ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' is not available for objective.kind"),
-        ({"data": {"kind": "images"}}, "a decoder trains on text or tokens or custom"),
+        ({"data": {"kind": "images"}}, "a decoder trains on text or tokens or chat or custom"),
         ({"data": {"kind": "custom"}}, "kind = 'custom' requires entry"),
         ({"data": {"kind": "tokens"}}, "kind = 'tokens' needs data.path"),
         ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is the training data"),

@@ -25,6 +25,7 @@ from clustertrain.errors import ConfigError, UsageError
 BOUNDED_BY_TABLE = {
     "model.dropout", "adapter.dropout", "data.validation", "data.augment.color", "data.augment.mixup", "optim.betas",
     "optim.momentum", "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature",
+    "objective.beta",
     "model.two_tower.temperature", "schedule.floor", "schedule.gamma", "schedule.rise", "schedule.initial",
     "schedule.final", "schedule.max_momentum", "schedule.min_momentum", "schedule.warmup_ratio", "schedule.factor",
     "schedule.threshold", "stability.clipped_share", "stability.slowdown", "telemetry.interval_s", "telemetry.flush_s",

@@ -16,6 +16,7 @@ from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.train.data.tokenize import write
 from tests.fakes.slurm.fixture import FakeSlurm
+from tests.saved_dataset import save_dataset
 from tests.unit.config.parsing.test_foreign_shards import write_megatron
 
 pytestmark = [pytest.mark.usefixtures("fake_slurm"), pytest.mark.long]
@@ -53,6 +54,16 @@ def test_training_data_as_validation_data_is_refused(tmp_path: Path) -> None:
 def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
     write(tmp_path / "shards", [np.arange(count)], dtype="uint16")
     return {"kind": "tokens", "path": "shards"}
+
+
+def test_saved_dataset_is_checked(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "set", [{"input_ids": [1, 299]}])
+    data = {"kind": "tokens", "path": "set"}
+    assert data_here.check_data(prepare_run(tmp_path, data=data, model={"vocab_size": 300})) is None
+    with pytest.raises(ConfigError, match=r"the token 299, but model.vocab_size = 299 allows tokens up to 298"):
+        data_here.check_data(prepare_run(tmp_path, data=data, model={"vocab_size": 299}))
+    with pytest.raises(ConfigError, match="no column text; its columns: input_ids"):
+        data_here.check_data(prepare_run(tmp_path, data={"kind": "text", "path": "set"}))
 
 
 def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
