@@ -37,6 +37,7 @@ from benchmarks.measure import CannotRun
 from benchmarks.rank_team import Team, run_team
 from benchmarks.verdict import Goal, interval, verdict
 from clustertrain.checkpoint.core.ranks import Ranks
+from clustertrain.checkpoint.core.state_dict import to_local_shard
 from clustertrain.checkpoint.load.pretrained import load_pretrained
 
 ROUNDS = 7
@@ -113,7 +114,7 @@ class Loaders:
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.to_local() for name, parameter in model.named_parameters()}  # type: ignore[operator]
+    return {name: to_local_shard(name, "model", p).local_tensor for name, p in model.named_parameters()}
 
 
 def load_in_rounds(team: Team, folder: Path, layers: int, rounds: int) -> list[Round]:

@@ -26,6 +26,7 @@ from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.data.preferences import ANSWERS
+from clustertrain.train.data.streams import StreamSource
 from clustertrain.train.distributed import attention_kernels
 from clustertrain.train.evaluation.best_metric import LOSS_METRIC
 from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
@@ -237,7 +238,8 @@ def train(recipe: Recipe, batch: Batch) -> None:
     total = recipe.train.steps
     with session() as s:
         trainer = build_trainer(s, recipe, batch)
-        check_epoch_size(recipe, len(trainer.task.dataset))
+        if not isinstance(trainer.task.dataset, StreamSource):
+            check_epoch_size(recipe, len(trainer.task.dataset))
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
         evaluations = build_evaluations(s, trainer.task, recipe, on_value=trainer.schedule.observe)
         state = {

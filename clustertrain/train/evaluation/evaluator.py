@@ -177,7 +177,7 @@ class Evaluator:
                     with precision.autocast(self._context):
                         rows = compute(output, target)[:counted]
                     values[torch.tensor(batch.sample_indices, dtype=torch.long)] = rows.detach().to(values.dtype)
-        if not self._counts_results:
+        if not self.counts_results:
             values.zero_()
         if dist.is_initialized():
             dist.all_reduce(values)

@@ -240,11 +240,13 @@ class Decoder(nn.Module):
         if tokens.dim() == (4 if tokens.is_floating_point() else 3):
             # Both sequences of a pair drop the same, so that they differ by their text only.
             pair_samples = samples.repeat_interleave(2) if samples is not None else None
-            output = self._compute(tokens.flatten(0, 1), pair_samples)
+            output = self._compute(tokens.flatten(0, 1), pair_samples, None)
             return output.view(*tokens.shape[:2], *output.shape[1:])
-        return self._compute(tokens, samples)
+        return self._compute(tokens, samples, document_starts)
 
-    def _compute(self, tokens: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
+    def _compute(
+        self, tokens: torch.Tensor, samples: torch.Tensor | None, document_starts: torch.Tensor | None
+    ) -> torch.Tensor:
         """Compute the output of :meth:`forward` for single sequences."""
         x = tokens
         if not tokens.is_floating_point():

@@ -16,13 +16,20 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
 from clustertrain.train.data.datasets import build_datasets
 from clustertrain.train.data.sample_checks import Limits
+from clustertrain.train.data.streams import StreamSource
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return ``{"samples": ...}``, or ``{"error", "fix"}`` if the recipe, the data or the user's code is wrong."""
     recipe = build(request, Recipe, "recipe")
     try:
-        return {"samples": len(build_datasets(recipe, Limits()).train)}
+        train = build_datasets(recipe, Limits()).train
+        if isinstance(train, StreamSource):
+            return {
+                "error": f"{recipe.data.description} is a stream, whose number of samples is not known",
+                "fix": "set data.samples, or train.steps instead of the keys in epochs",
+            }
+        return {"samples": len(train)}
     except ClusterTrainError as e:
         return {"error": e.message, "fix": e.fix}
     except (Exception, SystemExit) as e:  # the user's function or dataset may raise anything
