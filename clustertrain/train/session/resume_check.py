@@ -82,10 +82,9 @@ def find_differences(origin: CheckpointOrigin, context: RankContext, current: Ma
 
 def _compare_adapters(before: Any, current: Any) -> list[str]:
     """Return a message per setting of the adapters that changes what they compute."""
-    specs = [about.get("spec") if isinstance(about, dict) else None for about in (before, current)]
-    if not all(isinstance(spec, dict) for spec in specs):
+    then, now = (about.get("spec") if isinstance(about, dict) else None for about in (before, current))
+    if not isinstance(then, dict) or not isinstance(now, dict):
         return []
-    then, now = specs
     keys = ("kind", "rank", "alpha", "rank_stabilized")
     return [f"adapter {key} {then.get(key)} then, {now[key]} now" for key in keys if then.get(key) != now[key]]
 
