@@ -68,7 +68,8 @@ def test_different_unit_is_noted() -> None:
 
 def test_unknown_key_lists_its_table() -> None:
     assert error_message("train.foo").endswith(
-        "fix: known: attention_backend, deterministic, global_batch, log_every, micro_batch, precision, profile, seed, steps"
+        "fix: known: attention_backend, deterministic, global_batch, log_every, micro_batch, precision, profile, seed, "
+        "steps"
     )
 
 
