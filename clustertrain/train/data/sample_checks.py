@@ -88,7 +88,7 @@ class SampleChecker:
                 _check_range(name, tensor, limits.vocab_size, limits.names[0], keys, dataset)
 
     def _check_document_starts(self, inputs: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
-        """Raise ConfigError for a start after its own position: nothing would be left to attend to."""
+        """Raise ConfigError for starts of which a token would see another document, or nothing at all."""
         starts = inputs.get(DOCUMENT_STARTS) if isinstance(inputs, dict) else None
         if starts is None and self._limits.needs_document_starts:
             raise ConfigError(
@@ -104,11 +104,12 @@ class SampleChecker:
             raise ConfigError(
                 f"{describe_sample(dataset, keys[0][0])}: {DOCUMENT_STARTS} is not one int64 per token", fix=fix
             )
-        is_wrong = (starts < 0) | (starts > torch.arange(starts.shape[1]))
+        before = torch.nn.functional.pad(starts[:, :-1], (1, 0))
+        is_wrong = (starts != before) & (starts != torch.arange(starts.shape[1]))
         for row, position in is_wrong.nonzero()[:1].tolist():
             raise ConfigError(
                 f"{describe_sample(dataset, keys[row][0])}: {DOCUMENT_STARTS} at {position} is "
-                f"{int(starts[row, position])}: must be between 0 and {position}",
+                f"{int(starts[row, position])}: must be {position}, or {int(before[row, position])} as before it",
                 fix=fix,
             )
 

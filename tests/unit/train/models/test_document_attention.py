@@ -82,8 +82,7 @@ def test_one_document_per_sample_is_plain_causal_attention() -> None:
     torch.testing.assert_close(packed, model()(tokens()), rtol=1e-5, atol=2e-6)
 
 
-def with_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = FlexKernel(compiled=False)
+def with_flex(monkeypatch: pytest.MonkeyPatch, kernel: FlexKernel) -> None:
     for module in model().modules():
         if isinstance(module, SelfAttention):
             monkeypatch.setattr(module, "flex", kernel)
@@ -93,9 +92,27 @@ def with_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flex_attention_equals_the_mask_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = model()(tokens(), document_starts=STARTS)
-        with_flex(monkeypatch)
+        with_flex(monkeypatch, FlexKernel(compiled=False))
         monkeypatch.setattr(F, "scaled_dot_product_attention", None)
         torch.testing.assert_close(model()(tokens(), document_starts=STARTS), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's, about what it traces in torch
+def test_flex_attention_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FlexKernel(compiled=False)
+    compiled: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(kernel, "attend", torch.compile(kernel.attend, dynamic=False, backend=count))
+    monkeypatch.setattr(kernel, "_create_block_mask", torch.compile(kernel._create_block_mask, backend=count))
+    with_flex(monkeypatch, kernel)
+    with torch.no_grad():
+        for shift in range(3):
+            model()(tokens(), document_starts=(STARTS - shift).clamp(min=0))
+    assert len(compiled) == 2  # the mask, and attention
 
 
 def test_rank_of_a_split_sequence_has_its_rows_of_the_mask() -> None:
