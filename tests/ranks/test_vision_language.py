@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
 EXAMPLE = ROOT / "examples" / "vision_language"
 # Fewer steps than in the recipes, and other layouts.
-STEPS = {"tower": 60, "text": 70, "projector": 20, "whole": 40}
+STEPS = {"tower": 120, "text": 70, "projector": 20, "whole": 40}
 LAYOUTS = {"tower": ("single", 1), "text": ("single", 1), "projector": ("fsdp", 2), "whole": ("ddp", 2)}
 # Without the image, a caption of 20 bytes has a loss of at least ln 10 / 20 = 0.115.
-LIMITS = {"tower": 1.5, "text": 0.3, "projector": 0.3, "whole": 0.11}
+LIMITS = {"tower": 1.5, "text": 0.3, "projector": 0.4, "whole": 0.11}
 UNFROZEN_AT = 10
 
 

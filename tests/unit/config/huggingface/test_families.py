@@ -139,6 +139,20 @@ def test_keys_that_contradict_the_weights_are_listed(tmp_path: Path, keys: dict[
     assert message in error.value.message
 
 
+def test_weights_of_other_models_set_no_sizes(tmp_path: Path) -> None:
+    """Their paths become absolute. A config.json beside them, which may describe anything, is not read."""
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text("not JSON")
+    for model in ({"kind": "convnet"}, {"entry": "nets:Net"}):
+        document = families.apply_init({"model": {**model, "init": "weights"}}, tmp_path)
+        assert document["model"] == {**model, "init": str(tmp_path / "weights")}
+    parts = {"model": {"entry": "nets:Net", "init_parts": {"tower": "weights"}}}
+    document = families.apply_init(parts, tmp_path)
+    assert document["model"]["init_parts"] == {"tower": str(tmp_path / "weights")}
+    with pytest.raises(NotFound, match=r"model\.init_parts\.decoder = 'nowhere'"):
+        families.apply_init({"model": {"entry": "nets:Net", "init_parts": {"decoder": "nowhere"}}}, tmp_path)
+
+
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"model\.init = 'nowhere'"):
         families.apply_init({"model": {"init": "nowhere"}}, tmp_path)

@@ -45,6 +45,14 @@ def test_weights_define_the_model_and_are_noted(tmp_path: Path, weights: Path) -
     assert pretrained.check_pretrained(prepare_run(tmp_path)) is None
 
 
+def test_weights_of_parts_are_noted(tmp_path: Path, weights: Path) -> None:
+    (tmp_path / "nets.py").write_text("def make(): ...")
+    assignment = 'model.init_parts={tower="weights", decoder="weights/model.safetensors"}'
+    prepared = prepare(SubmitRequest(cwd=tmp_path, assignments=("model.entry=nets:make", assignment)))
+    note = f"weights: 14 tensors from {weights} for tower; 14 tensors from {weights}/model.safetensors for decoder"
+    assert pretrained.check_pretrained(prepared) == note
+
+
 def test_torn_or_missing_weights_are_refused(tmp_path: Path, weights: Path) -> None:
     prepared = prepare_run(tmp_path, init="weights")
     path = weights / "model.safetensors"
