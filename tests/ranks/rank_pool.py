@@ -121,7 +121,7 @@ def make_run(
     (run.path / "attempts").mkdir(parents=True)
     recipe: dict[str, dict[str, Any]] = {
         "model": {**TINY, **(model or {})},
-        "data": {"seq_len": SEQ_LEN, "max_bytes": 100_000, **(data or {})},
+        "data": {"seq_len": SEQ_LEN, "max_bytes": 100_000, "workers": 0, **(data or {})},
         "parallel": parallel or {},
         "train": {"steps": steps, "global_batch": global_batch},
         "optim": {"lr": 3e-3},

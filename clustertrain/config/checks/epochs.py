@@ -43,8 +43,12 @@ def has_epoch_keys(recipe: Recipe) -> bool:
 
 
 def find_alternatives(document: Mapping[str, Any], group: Sequence[str]) -> list[str]:
-    """Return the keys of ``group`` that ``document`` sets."""
-    return [key for key in group if value_at(document, key.split(".")) is not None]
+    """Return the keys of ``group`` that ``document`` sets to more than "none"."""
+    values = {key: value_at(document, key.split(".")) for key in group}
+    # A warmup of 0 is a setting; everywhere else 0, -1 and an empty list mean that the key decides nothing.
+    return [
+        key for key, value in values.items() if value not in (None, -1) and (value or key.startswith("schedule.warmup"))
+    ]
 
 
 def check_alternatives(document: Mapping[str, Any], source: str) -> None:

@@ -103,6 +103,13 @@ def test_same_quantity_twice_is_refused(group: tuple[str, ...]) -> None:
         epochs.check_alternatives(document, "a.toml")
 
 
+def test_value_that_means_none_excludes_nothing() -> None:
+    epochs.check_alternatives({"train": {"epochs": 0, "steps": 9}, "evaluation": {"every": 0, "every_epochs": 1}}, "")
+    epochs.check_alternatives({"schedule": {"warmup_steps": -1, "warmup_epochs": 1, "milestones": []}}, "")
+    with pytest.raises(ConfigError, match="mutually exclusive"):
+        epochs.check_alternatives({"schedule": {"warmup_steps": 0, "warmup_epochs": 1}}, "")
+
+
 def test_description_has_the_arithmetic() -> None:
     recipe = resolve(data=VALIDATED, train={"epochs": 3}, evaluation={"patience_epochs": 1.5})
     assert epochs.describe_epochs(recipe, 32) == (
