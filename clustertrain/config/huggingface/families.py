@@ -130,7 +130,29 @@ def apply_model_table(document: Mapping[str, Any], table: Mapping[str, Any], sou
         preset = str(model.get("preset", ""))
         _check_agreement(source, stored, PRESETS.get(preset, {}), f"model.preset = {preset!r}", "the checkpoint")
         _check_agreement(source, stored, model, "the recipe", "the checkpoint")
+    for name, keys in _SUBTABLE_SIZES.items():
+        own, of_checkpoint = model.get(name), table.get(name)
+        if isinstance(own, dict) and isinstance(of_checkpoint, dict):
+            _check_subtable(source, name, {key: own[key] for key in own if key in keys}, of_checkpoint)
+            model[name] = {**of_checkpoint, **own}
     return {**document, "model": {**stored, **model}}
+
+
+# Keys of sub-tables of [model] that define the tensors.
+_SUBTABLE_SIZES = {"convnet": ("classes", "channels", "width", "blocks", "groups"), "two_tower": ("embedding",)}
+
+
+def _check_subtable(source: Path, name: str, own: Mapping[str, Any], of_checkpoint: Mapping[str, Any]) -> None:
+    differences = [
+        f"model.{name}.{key} = {value!r} in the recipe, but {of_checkpoint.get(key)!r} in the checkpoint"
+        for key, value in own.items()
+        if value != of_checkpoint.get(key)
+    ]
+    if differences:
+        raise ConfigError(
+            f"{source}: the weights are those of another model: {'; '.join(differences)}",
+            fix="remove these keys: model.init sets them",
+        )
 
 
 def _is_default(key: str, value: Any) -> bool:

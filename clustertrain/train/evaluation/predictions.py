@@ -92,8 +92,9 @@ class PredictionRecorder:
             fsio.write_text(target_folder / f"rank-{rank:05d}.jsonl", "\n".join(self._lines) + "\n")
         if rank == 0 and self._confusion is not None:
             fsio.make_folder(target_folder)
-            document = {"rows": "targets", "columns": "predictions", "counts": self._confusion.tolist()}
-            fsio.write_json(target_folder / CONFUSION_FILE, document)
+            rows = ",\n  ".join(map(json.dumps, self._confusion.tolist()))  # a line per target, to be read by people
+            text = f'{{"rows": "targets", "columns": "predictions", "counts": [\n  {rows}\n]}}\n'
+            fsio.write_text(target_folder / CONFUSION_FILE, text)
         if rank == 0 and folder.is_dir():
             retained = {step_folder(folder, n).name for n in (*keep, step)}
             for old in folder.iterdir():

@@ -177,3 +177,20 @@ def test_decoder_of_no_family_is_refused() -> None:
 def test_elements_of_vectors_are_those_of_the_shapes() -> None:
     spec = msgspec.structs.replace(ModelSpec(), qkv_bias=True, qk_norm=True, head_dim=48)
     assert spec.block_vector_elements() == sum(spec.block_vectors().values())
+
+
+def test_checkpoint_sets_the_open_keys_of_the_model(tmp_path: Path) -> None:
+    convnet = {"classes": 10, "channels": 1, "width": 16, "blocks": [1, 1], "groups": 4}
+    table = {"kind": "convnet", "convnet": convnet, "dim": 128, "init": "old", "dropout": 0.1, "entry": ""}
+
+    def apply(**model: Any) -> Any:
+        return families.apply_model_table({"model": {"init": "new", **model}}, table, tmp_path)["model"]
+
+    assert apply() == {"init": "new", "kind": "convnet", "convnet": convnet}
+    assert apply(convnet={"channels": 1})["convnet"] == convnet
+    with pytest.raises(ConfigError, match=r"model.convnet.width = 32 in the recipe, but 16 in the checkpoint"):
+        apply(convnet={"width": 32})
+    for other in ({"entry": "mine:net"}, {"kind": "decoder"}):
+        assert apply(**other) == {"init": "new", **other}, "the tensors decide"
+    entry = {"entry": "mine:net", "args": {"width": 3}}
+    assert families.apply_model_table({"model": {"init": "new"}}, entry, tmp_path)["model"] == {"init": "new", **entry}
