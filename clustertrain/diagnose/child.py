@@ -23,7 +23,7 @@ from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.train.core import context, result
-from clustertrain.train.data.streams import as_map_style
+from clustertrain.train.data.streams.source import as_map_style
 from clustertrain.train.models import build
 
 _MODULES = {name: f"clustertrain.diagnose.checks.{name.replace('-', '_')}" for name in CHECKS}

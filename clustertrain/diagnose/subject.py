@@ -19,7 +19,7 @@ from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core import step_types
 from clustertrain.train.data import permutation
-from clustertrain.train.data.streams import as_map_style
+from clustertrain.train.data.streams.source import as_map_style
 from clustertrain.train.distributed.dropout import Dropout
 from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.session.session import session

@@ -26,7 +26,7 @@ from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.data.preferences import ANSWERS
-from clustertrain.train.data.streams import StreamSource
+from clustertrain.train.data.streams.source import StreamSource
 from clustertrain.train.distributed import attention_kernels
 from clustertrain.train.evaluation.best_metric import LOSS_METRIC
 from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig

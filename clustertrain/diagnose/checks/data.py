@@ -21,7 +21,7 @@ from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import permutation
 from clustertrain.train.data.describe import find_document_lengths, find_padding_fraction, format_documents
 from clustertrain.train.data.sample_checks import format_samples
-from clustertrain.train.data.streams import as_map_style
+from clustertrain.train.data.streams.source import as_map_style
 
 MAX_SAMPLES = 1024  # to check, in the run's order and therefore from the whole dataset
 CONTIGUOUS_SAMPLES = 1024  # to check for shifted labels, in the dataset's order

@@ -14,7 +14,7 @@ from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.train.data.loader import Loader, resolve_workers
-from clustertrain.train.data.streams import as_map_style
+from clustertrain.train.data.streams.source import as_map_style
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.trainer import Trainer
 

@@ -22,7 +22,7 @@ from clustertrain.train.data.digits import DigitHalves, DigitImages
 from clustertrain.train.data.images import ImageArrays, ImageDataset, ImageFolder, Shapes
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.data.sample_reader import MapStyleDataset
-from clustertrain.train.data.streams import StreamSource, open_source
+from clustertrain.train.data.streams.source import StreamSource, open_source
 from clustertrain.train.data.text import BytePairs, ByteText
 from clustertrain.train.data.token_shards import build_token_datasets
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from clustertrain.train.data.packing import CutDocuments
 from clustertrain.train.data.preferences import PreferencePairs
-from clustertrain.train.data.streams import StreamSource
+from clustertrain.train.data.streams.source import StreamSource
 from clustertrain.train.data.token_shards import PackedTokens, TokenWindows
 
 PADDING_WARNING_FRACTION = 0.10  # warn when padding takes more of the computation than this

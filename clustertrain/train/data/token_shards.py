@@ -19,9 +19,9 @@ from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, To
 from clustertrain.errors import ConfigError
 from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import validation_split
-from clustertrain.train.data.document_ends import read_document_ends
 from clustertrain.train.data.packing import CutDocuments, IntArray, Packing, cut_documents, pack, place_singly
-from clustertrain.train.data.saved_tokens import SavedTokens
+from clustertrain.train.data.token_files.document_ends import read_document_ends
+from clustertrain.train.data.token_files.saved_tokens import SavedTokens
 
 _HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that are hashed for the version
 

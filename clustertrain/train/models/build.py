@@ -19,7 +19,7 @@ from clustertrain.train.data.datasets import build_datasets, build_limits
 from clustertrain.train.data.loader import MapStyleDataset
 from clustertrain.train.data.preferences import PreferencePairs, ReferenceLogProbs
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.data.streams import StreamSource
+from clustertrain.train.data.streams.source import StreamSource
 from clustertrain.train.models import losses, outputs, train_mode
 from clustertrain.train.models.convnet import ConvNet
 from clustertrain.train.models.decoder import Decoder

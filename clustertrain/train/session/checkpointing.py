@@ -32,7 +32,7 @@ from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement
 from clustertrain.train.core.time_left import DeadlineTracker
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.data.stream_loader import StreamLoader
+from clustertrain.train.data.streams.loader import StreamLoader
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.session import checkpointing_config, resume_check

@@ -19,8 +19,8 @@ from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.data.stream_loader import StreamLoader
-from clustertrain.train.data.streams import StreamSource
+from clustertrain.train.data.streams.loader import StreamLoader
+from clustertrain.train.data.streams.source import StreamSource
 from clustertrain.train.distributed import data_parallel, grad_norm
 from clustertrain.train.distributed.mesh import cores_per_rank
 from clustertrain.train.distributed.precision import autocast

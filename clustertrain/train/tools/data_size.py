@@ -16,7 +16,7 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
 from clustertrain.train.data.datasets import build_datasets
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.data.streams import StreamSource
+from clustertrain.train.data.streams.source import StreamSource
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:

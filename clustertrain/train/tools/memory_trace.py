@@ -17,7 +17,7 @@ from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.plan.cost.user_model import MemoryTrace
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.data.streams import as_map_style
+from clustertrain.train.data.streams.source import as_map_style
 from clustertrain.train.distributed import block_transforms
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import parameter_dtype

@@ -21,8 +21,8 @@ from clustertrain.plan.layout import Batch
 from clustertrain.train.data.datasets import build_datasets
 from clustertrain.train.data.describe import report_datasets
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.data.stream_loader import StreamLoader
-from clustertrain.train.data.streams import StreamSource
+from clustertrain.train.data.streams.loader import StreamLoader
+from clustertrain.train.data.streams.source import StreamSource
 from clustertrain.train.trainer import build_trainer
 
 SIZE = 10

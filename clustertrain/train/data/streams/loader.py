@@ -11,7 +11,7 @@ from clustertrain.errors import CheckpointError, ConfigError
 from clustertrain.train.data.loader import PADDING_POSITION, Loader
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.data.sample_reader import preserved_rng_states
-from clustertrain.train.data.streams import StreamReader, StreamSource
+from clustertrain.train.data.streams.source import StreamReader, StreamSource
 
 
 class StreamLoader(Loader):

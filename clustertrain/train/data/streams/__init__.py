@@ -1,0 +1,1 @@
+"""Data that can only be iterated."""

@@ -1,0 +1,1 @@
+"""Parts of token corpora that belong to one format of files."""
