@@ -83,7 +83,7 @@ def test_set_wins_over_recipe_and_yields_to_options(prepare_request: Prepare, re
         ("train.stpes=9", "did you mean train.steps"),
         ("trian.steps=9", "did you mean train"),
         ("jobs.time=9", "did you mean job"),
-        ("train.steps=-1", "--set: train.steps = -1: must be greater than 0"),
+        ("train.steps=-2", "--set: train.steps = -2: must be greater than 0"),
         ("train.steps=x", "train.steps"),
         ("train.steps", "not of the form"),
         ("job.nodes=0", "nodes = 0: must be greater than 0"),

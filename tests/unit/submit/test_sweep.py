@@ -148,7 +148,7 @@ def test_script_is_copied_once_per_sweep(sweep: Sweep, tmp_path: Path) -> None:
     ("grid", "more", "message"),
     [
         (["train.stpes=1,2"], {}, "with train.stpes=1: --set: unknown key 'train.stpes'"),
-        (["train.steps=5,-1"], {}, "with train.steps=-1: "),
+        (["train.steps=5,-2"], {}, "with train.steps=-2: "),
         (
             ["optim.name=lion,adamw"],
             {"assignments": ("optim.momentum=0.8",)},
