@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertrain.checkpoint.format import model_tensors
-from clustertrain.checkpoint.offline import start_weights
 from clustertrain.config.huggingface import families
 from clustertrain.errors import AmbiguousName, NotFound
 
@@ -32,6 +30,10 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         return families.apply_init(document, cwd)
     if not isinstance(model.get("init"), str) or not model["init"]:
         return dict(document)
+    # Not at the top: most runs start from random weights, and these import NumPy.
+    from clustertrain.checkpoint.format import model_tensors
+    from clustertrain.checkpoint.offline import start_weights
+
     try:
         path = start_weights.resolve_weights(model["init"], cwd)
     except (NotFound, AmbiguousName) as e:
