@@ -69,6 +69,8 @@ class TrialSearch:
     """Sequences per data-parallel rank and step; 0: the recipe sets no global batch, so any micro-batch is usable."""
     unit: int
     """A micro-batch must be a multiple of this."""
+    compares_batch: bool = False
+    """The loss compares all samples of a step, so that a trial needs all its micro-batches."""
 
     @property
     def max_micro_batch(self) -> int:
@@ -120,7 +122,7 @@ class TrialSearch:
         else:
             samples_per_pass = data_parallel * micro_batch
             grad_accum = default_global_batch(samples_per_pass * self.layout.pp) // samples_per_pass
-        if self.layout.pp == 1:
+        if self.layout.pp == 1 and not self.compares_batch:
             grad_accum = min(grad_accum, MAX_TRIAL_GRAD_ACCUM)
         global_batch = micro_batch * grad_accum * data_parallel
         return Batch(
@@ -140,7 +142,7 @@ def build_trial_search(plan: Plan, recipe: Recipe, ranks: int) -> tuple[TrialSea
     layout, description = fit_to_ranks(plan.layout, ranks)
     global_batch = recipe.train.global_batch
     rank_batch = samples_per_rank(global_batch, plan.layout.data_parallel) if global_batch else 0
-    return TrialSearch(layout, rank_batch, non_decoder.group_size(recipe)), description
+    return TrialSearch(layout, rank_batch, non_decoder.group_size(recipe), recipe.compares_batch), description
 
 
 def fit_to_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:

@@ -56,6 +56,7 @@ def test_trial_batch_accumulates_briefly() -> None:
     assert (split.micro_batch, split.grad_accum, split.global_batch, split.tokens_per_step) == (2, 4, 16, 160)
     assert TrialSearch(DDP, 64, 1).build_batch(32, 10).grad_accum == 2
     assert TrialSearch(DDP, 64, 1).build_batch(64, 10).grad_accum == 1
+    assert TrialSearch(DDP, 64, 1, compares_batch=True).build_batch(2, 10).grad_accum == 32
     assert TrialSearch(DDP, 0, 1).build_batch(8, 10).grad_accum == 2  # the plan's own global batch would be 32
     assert TrialSearch(DDP, 0, 1).build_batch(64, 10).grad_accum == 1
 
