@@ -378,6 +378,7 @@ class Session:
         batch on the device; with ``micro_batch`` it is a list of batches of that many samples.
 
         Args:
+            dataset: map-style data; a ``StreamSource`` is what the built-in trainer passes for a stream.
             global_batch: samples per step over all data-parallel ranks.
             workers: processes that read ahead during the whole run; -1: as many as this rank's cores allow.
             prefetch: micro-batches that each worker keeps ready.
