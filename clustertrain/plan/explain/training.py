@@ -10,6 +10,7 @@ from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan import lr_schedule
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
+from clustertrain.plan.explain.adapter import describe_adapter, describe_weights
 from clustertrain.plan.explain.optimizer import describe_optimizer
 from clustertrain.plan.layout import Layout, pluralize
 from clustertrain.printable import printable
@@ -32,9 +33,13 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
     model = recipe.model
     return {
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
+        **({"weights": describe_weights(model, spec.job.nodes)} if model.init else {}),
+        **({"adapter": describe_adapter(recipe.adapter, model)} if recipe.adapter.is_enabled else {}),
         **({"data": _describe_samples(recipe)} if recipe.data.pack or recipe.data_kind == "chat" else {}),
         "objective": _describe_objective(recipe),
-        "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
+        "optimizer": describe_optimizer(
+            recipe.optim, layout, state, text=recipe.is_text, adapted=recipe.adapter.is_enabled
+        ),
         "schedule": _describe_schedule(recipe),
         "clipping": _describe_clipping(recipe.optim),
         "evaluation": _describe_evaluation(recipe),
