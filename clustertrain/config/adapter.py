@@ -35,10 +35,10 @@ class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Patterns of the names of modules: each Linear layer that matches, or is inside a module that matches, gets an
     adapter. The default fits the built-in transformers."""
     base_precision: BasePrecision = "unchanged"
-    """Format of the frozen matrices of the repeated layers. ``"unchanged"``: as the model has them; built-in models
-    have fp32. ``"bf16"``: 2 bytes per weight. ``"int8"``: 8 bits per weight, and ``"nf4"``: 4 bits (QLoRA, Dettmers et
-    al., arXiv 2305.14314), both with 4 bytes more for 64 weights of a row. With all but ``"unchanged"``, embedding and
-    head are bf16."""
+    """Format of the frozen matrices of the repeated layers. ``"unchanged"``: as the model has them, built-in ones in
+    fp32. ``"bf16"``: 2 bytes per weight. ``"int8"``: 8 bits per weight, and ``"nf4"``: 4 bits (QLoRA, Dettmers et al.,
+    arXiv 2305.14314), both with 4 bytes more for 64 weights of a row. With all but ``"unchanged"``, embedding and head
+    are bf16."""
     init: str = ""
     """Folder of an adapter to start from, in the format of PEFT, as ``checkpoint export`` writes it. Its kind, rank,
     alpha and layers must be those of this table. Empty: new adapters."""

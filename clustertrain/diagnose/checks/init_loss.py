@@ -36,6 +36,9 @@ class ExpectedLoss:
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     """Measure the loss of a few batches without an optimizer step."""
+    if subject.recipe.model.init:
+        text = "the model starts from pretrained weights, which the check pretrained is for"
+        return Finding(check="init-loss", verdict="skipped", text=text)
     losses, outputs = [], []
     with subject.with_overrides(data={"workers": 0}).trainer() as trainer, torch.no_grad():
         for i in range(BATCHES):

@@ -8,17 +8,20 @@ from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
 from clustertrain.plan.layout import Layout
 
 
-def describe_optimizer(spec: OptimSpec, layout: Layout, state: OptimizerStateSize | None, *, text: bool) -> str:
+def describe_optimizer(
+    spec: OptimSpec, layout: Layout, state: OptimizerStateSize | None, *, text: bool, adapted: bool = False
+) -> str:
     """Return a one-line description.
 
     Args:
         state: size of the state; None if unknown.
         text: the model reads tokens.
+        adapted: only adapters are trained.
     """
     parts = [f"{spec.name}{_describe_constants(spec, text=text)}"]
     if state is not None:
-        parts.append(f"{state.bytes_per_param:.3g} bytes of state per parameter")
-    if state is not None and state.trained_fraction < 1:
+        parts.append(f"{state.bytes_per_param:.3g} bytes of state per {'adapter ' * adapted}parameter")
+    if state is not None and state.trained_fraction < 1 and not adapted:
         parts.append(f"{state.trained_fraction:.0%} of the parameters are trained")
     if OPTIMIZERS[spec.name].matrices_only:
         parts.append("for the hidden matrices, adamw for the rest")

@@ -13,6 +13,7 @@ from clustertrain.plan import lr_schedule, non_decoder
 from clustertrain.plan.attention import AttentionChoice, choose_document_kernel
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.cost.optimizer_state import OptimizerStateSize
+from clustertrain.plan.explain.adapter import describe_adapter, describe_weights
 from clustertrain.plan.explain.optimizer import describe_optimizer
 from clustertrain.plan.layout import Batch, Layout, format_gib, pluralize
 from clustertrain.printable import printable
@@ -38,10 +39,14 @@ def describe_training(
     model = recipe.model
     return {
         "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
+        **({"weights": describe_weights(model, spec.job.nodes)} if model.init else {}),
+        **({"adapter": describe_adapter(recipe.adapter, model)} if recipe.adapter.is_enabled else {}),
         **({"data": _describe_samples(recipe)} if recipe.data.pack or recipe.data_kind == "chat" else {}),
         **_describe_attention(recipe, layout, device),
         "objective": _describe_objective(recipe, batch, layout),
-        "optimizer": describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
+        "optimizer": describe_optimizer(
+            recipe.optim, layout, state, text=recipe.is_text, adapted=recipe.adapter.is_enabled
+        ),
         **({"epochs": describe_epochs(recipe, batch.global_batch)} if has_epoch_keys(recipe) else {}),
         "schedule": _describe_schedule(recipe),
         "clipping": _describe_clipping(recipe.optim),

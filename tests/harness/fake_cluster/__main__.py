@@ -26,7 +26,8 @@ def main() -> int:
     layouts.add_argument("--all", action="store_true", help="every combination")
     memory = commands.add_parser("memory", help="compare peak memory with the plan")
     memory.add_argument("--held-out", action="store_true", help="print the held-out cells too")
-    for command in (layouts, memory):
+    adapters = commands.add_parser("adapters", help="compare peak memory of fine-tunes with the plan")
+    for command in (layouts, memory, adapters):
         command.add_argument("--only", default="*", metavar="GLOB", help="cells whose names match")
         command.add_argument("--first", type=int, metavar="N", help="at most N cells")
     args = parser.parse_args()
@@ -36,10 +37,12 @@ def main() -> int:
         print(e, file=sys.stderr)
         return SKIPPED
     # Imports torch, which must come after the device.
-    from tests.harness.fake_cluster import layouts_command, memory_command
+    from tests.harness.fake_cluster import adapters_command, layouts_command, memory_command
 
     if args.command == "layouts":
         return layouts_command.run(everything=args.all, pattern=args.only, limit=args.first)
+    if args.command == "adapters":
+        return adapters_command.run(pattern=args.only, limit=args.first)
     return memory_command.run(pattern=args.only, limit=args.first, print_held_out=args.held_out)
 
 

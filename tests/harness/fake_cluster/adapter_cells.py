@@ -12,11 +12,14 @@ from tests.harness.fake_cluster.memory_cells import MODELS, MemoryCell
 
 # Tables [adapter] by kind of fine-tune.
 FINE_TUNES: Mapping[str, Mapping[str, Any]] = {
-    "full": {},
+    "qlora": {"kind": "lora", "base_precision": "nf4", "rank": 64},
     "lora": {"kind": "lora"},
+    "full": {},
+}
+# In the first layouts only.
+MORE_FINE_TUNES: Mapping[str, Mapping[str, Any]] = {
     "lora, bf16 base": {"kind": "lora", "base_precision": "bf16"},
     "lora, int8 base": {"kind": "lora", "base_precision": "int8", "target_modules": ["*.attention.[qv]"]},
-    "qlora": {"kind": "lora", "base_precision": "nf4", "rank": 64},
     "qdora": {"kind": "dora", "base_precision": "nf4", "target_modules": ["*.ffn"]},
 }
 # (model, layout, samples per micro-batch, micro-batches, precision)
@@ -35,24 +38,28 @@ LAYOUTS: tuple[tuple[str, Layout, int, int, str], ...] = (
     ("8b", Layout(tp=4, sequence_parallel=True), 2, 1, "bf16"),
     ("70b", Layout(**_FSDP, dp_shard=8, tp=8, sequence_parallel=True, activation_checkpointing="full"), 1, 1, "bf16"),
     ("3b", Layout(**_FSDP, dp_shard=4, cp=2), 1, 1, "bf16"),
-    ("8b", Layout(pp=4, schedule="1f1b", reshard_after_forward=False), 1, 8, "bf16"),
+    ("8b", Layout(pp=2, schedule="1f1b", reshard_after_forward=False), 1, 4, "bf16"),
     ("8b", Layout(**_FSDP, dp_shard=4, pp=2, schedule="1f1b", reshard_after_forward=False), 1, 4, "bf16"),
 )  # fmt: skip
 SEQ_LEN = 2048
-LAYERS = 8  # instead of up to 80: the bytes per layer are those of the model, and a trace takes less long
+LAYERS = 4  # instead of up to 80: the bytes per layer are those of the model, and a trace takes less long
 
 
 def list_cells() -> Iterator[tuple[str, MemoryCell]]:
     """Yield the kind of fine-tune and the cell of each job."""
-    for model, layout, micro_batch, grad_accum, precision in LAYOUTS:
-        for kind, adapter in FINE_TUNES.items():
-            document = {
-                "model": {**MODELS[model], "layers": LAYERS},
-                "data": {"seq_len": SEQ_LEN},
-            }
-            recipe = build({**document, **({"adapter": adapter} if adapter else {})}, Recipe, "recipe")
-            samples = micro_batch * grad_accum * layout.data_parallel
-            batch = Batch(
-                micro_batch=micro_batch, grad_accum=grad_accum, global_batch=samples, tokens_per_step=samples * SEQ_LEN
-            )  # fmt: skip
-            yield kind, MemoryCell(model, recipe, layout, batch, precision)  # type: ignore[arg-type]
+    for kind, adapter in FINE_TUNES.items():
+        yield from ((kind, _build_cell(adapter, *job)) for job in LAYOUTS)
+    for kind, adapter in MORE_FINE_TUNES.items():
+        yield from ((kind, _build_cell(adapter, *job)) for job in LAYOUTS[:: len(LAYOUTS) // 2][:2])
+
+
+def _build_cell(
+    adapter: Mapping[str, Any], model: str, layout: Layout, micro_batch: int, grad_accum: int, precision: str
+) -> MemoryCell:
+    document = {"model": {**MODELS[model], "layers": LAYERS}, "data": {"seq_len": SEQ_LEN}}
+    recipe = build({**document, **({"adapter": adapter} if adapter else {})}, Recipe, "recipe")
+    samples = micro_batch * grad_accum * layout.data_parallel
+    batch = Batch(
+        micro_batch=micro_batch, grad_accum=grad_accum, global_batch=samples, tokens_per_step=samples * SEQ_LEN
+    )
+    return MemoryCell(model, recipe, layout, batch, precision)  # type: ignore[arg-type]
