@@ -109,7 +109,7 @@ class LossTrend:
                 f"the loss has not fallen: {first:.4g} in the first {FIRST_STEPS} steps, {now:.4g} in the last"
                 f" {WINDOW_STEPS}",
                 "raise the learning rate if `clustertrain diagnose lr-range` finds a higher one; otherwise check that "
-                "the targets belong to their inputs (`clustertrain diagnose label-alignment`) and that the parameters "
+                "the targets belong to their inputs (`clustertrain diagnose data`) and that the parameters "
                 "are not frozen",
                 fall,
                 MIN_FALL,
