@@ -54,7 +54,11 @@ def dequantize(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.
 
 def is_packed(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is the weight of a linear layer in 8 or 4 bits."""
-    return tensor.dtype == torch.uint8 and tensor.dim() == 3 and tensor.shape[-1] in map(block_bytes, ("int8", "nf4"))
+    return (
+        tensor.dtype == torch.uint8
+        and tensor.dim() == 3
+        and tensor.shape[-1] in (block_bytes("int8"), block_bytes("nf4"))
+    )
 
 
 def _row_chunks(rows: int, columns: int) -> list[slice]:

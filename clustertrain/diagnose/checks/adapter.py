@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding
@@ -56,7 +55,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
 def without_adapters() -> Iterator[None]:
     """Skip the adapters of all layers inside the block."""
 
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = super(AdaptedLayer, self).forward(x)
         return result
 

@@ -190,8 +190,8 @@ def block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framewo
     if framework.keeps_fp8 and config.precision == "fp8":  # also attention's output and the last product
         linear_inputs = linear_inputs / 2 - (model.attention_dim + model.hidden) / (2 * tp)
     copies = cpu or (is_built_in_on_gpu and config.compute_bytes == 2)
-    is_copied = copies and _is_input_kept(framework, "attention.out")
-    attention = (2 + is_copied) * model.attention_dim + 2 * kv * (layout.cp if is_gathered else 1)
+    copied = _is_input_kept(framework, "attention.out") if copies else 0.0
+    attention = (2 + copied) * model.attention_dim + 2 * kv * (layout.cp if is_gathered else 1)
     own_mask = config.seq_len / config.micro_batch if is_gathered and not config.has_document_mask else 0
     sharded_elements = (attention + _feed_forward_elements(model, framework)) / tp + own_mask
     statistics = 4 * (model.heads / tp + 2 / sp_degree) + _score_bytes(model, config, framework) / tp

@@ -22,12 +22,12 @@ def describe_adapter(spec: AdapterSpec, model: ModelSpec) -> str:
         return f"{kind}; the base is frozen, {_BASES[spec.base_precision]}"
     trained, total = adapter.trained_elements(model), model.parameters()
     layers = [name for name, _ in adapter.shares] + ["head"] * adapter.head
-    base = model.layers * adapter.matrix_bytes(model)
+    base = f"{model.layers * adapter.matrix_bytes(model) / GIB:.3g} GiB"
     tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim * adapter.table_bytes
     return (
-        f"{kind}, on {', '.join(layers)}: {trained:,.0f} trained parameters, {100 * trained / total:.2g} % of the base's; the "
-        f"base is frozen, without gradients and optimizer state: its layers {_BASES[spec.base_precision]} take "
-        f"{base / GIB:.2f} GiB and its embedding and head {tables / GIB:.2f} GiB, before a layout splits them"
+        f"{kind}, on {', '.join(layers)}: {trained:,.0f} trained parameters, {100 * trained / total:.2g}% of the base's; "
+        f"the base is frozen, without gradients and optimizer state: its layers {_BASES[spec.base_precision]} take "
+        f"{base}, embedding and head {tables / GIB:.3g} GiB, before a layout splits them"
     )
 
 

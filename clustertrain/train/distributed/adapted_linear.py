@@ -86,7 +86,8 @@ class AdaptedLayer(nn.Module):
 
     def _base_weight(self) -> torch.Tensor:
         """Return the values of the frozen matrix (out_features, in_features)."""
-        return self.dense_weight() if isinstance(self, FrozenLinear) else self.weight
+        weight: torch.Tensor = self.dense_weight() if isinstance(self, FrozenLinear) else self.weight
+        return weight
 
     def _magnitude_ratio(self) -> torch.Tensor:
         """Return the trained norm of each row over its actual one, which counts as constant (section 4.3)."""

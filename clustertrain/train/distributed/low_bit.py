@@ -47,7 +47,7 @@ class FrozenLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.precision = linear.in_features, linear.out_features, precision
         self.weight = nn.Parameter(self.store(linear.weight.detach()), requires_grad=False)
-        self.bias = linear.bias  # type: ignore[assignment]
+        self.bias = linear.bias
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -101,10 +101,15 @@ class FrozenLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        out = _matmul_on_mesh(x, self.weight) if is_dtensor(self.weight) else _FrozenMatmul.apply(x, self.weight)
+        out = _matmul_on_mesh(x, self.weight) if is_dtensor(self.weight) else _multiply(x, self.weight)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
-        return out  # type: ignore[no-any-return]
+        return out
+
+
+def _multiply(x: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _FrozenMatmul.apply(x, stored)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _matmul_on_mesh(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -115,7 +120,7 @@ def _matmul_on_mesh(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (placement,) = weight.placements
     by_outputs, by_inputs = placement.is_shard(0), placement.is_shard(1)
     local_x = x.to_local(grad_placements=[Partial()] if by_outputs else x.placements)
-    out = _FrozenMatmul.apply(local_x, weight.to_local())
+    out = _multiply(local_x, weight.to_local())
     result = Shard(-1 + out.dim()) if by_outputs else Partial() if by_inputs else Replicate()
     return DTensor.from_local(out, weight.device_mesh, [result], run_check=False)
 
@@ -123,11 +128,10 @@ def _matmul_on_mesh(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class FrozenEmbedding(nn.Embedding):
     """An embedding that is never trained, in bf16. Its output has the type of the residual stream."""
 
-    is_packed = False
-
     def __init__(self, embedding: nn.Embedding) -> None:
         weight = embedding.weight.detach().to(torch.bfloat16)
-        super().__init__(*weight.shape, padding_idx=embedding.padding_idx, _weight=weight, _freeze=True)
+        rows, columns = weight.shape
+        super().__init__(rows, columns, padding_idx=embedding.padding_idx, _weight=weight, _freeze=True)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -154,13 +158,15 @@ def convert_base(model: nn.Module, precision: BasePrecision) -> None:
     found = False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) not in (nn.Linear, nn.Embedding) or child.weight.requires_grad or id(child.weight) in shared:
+            if not isinstance(child, nn.Linear | nn.Embedding) or type(child) not in (nn.Linear, nn.Embedding):
+                continue  # a subclass may compute something else
+            if child.weight.requires_grad or id(child.weight) in shared:
                 continue
             if isinstance(child, nn.Embedding):
                 setattr(parent, name, FrozenEmbedding(child))
-                continue
-            found |= id(child) in in_layers
-            setattr(parent, name, FrozenLinear(child, precision if id(child) in in_layers else "bf16"))
+            else:
+                found |= id(child) in in_layers
+                setattr(parent, name, FrozenLinear(child, precision if id(child) in in_layers else "bf16"))
     if not found:
         raise ConfigError(
             f"adapter.base_precision = {precision!r}: the layers of {type(model).__name__} have no frozen nn.Linear",
@@ -188,9 +194,14 @@ def frozen_matrices(model: nn.Module) -> dict[str, FrozenLinear | FrozenEmbeddin
     }
 
 
+def packed_layers(model: nn.Module) -> dict[str, FrozenLinear]:
+    """Return this rank's layers in 8 or 4 bits by the names of their weights."""
+    return {n: m for n, m in frozen_matrices(model).items() if isinstance(m, FrozenLinear) and m.is_packed}
+
+
 def packed_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the shapes of the matrices in 8 or 4 bits by the names of their weights."""
-    return {name: m.matrix_shape for name, m in frozen_matrices(model).items() if m.is_packed}
+    return {name: layer.matrix_shape for name, layer in packed_layers(model).items()}
 
 
 def check_split_by_inputs(name: str, module: nn.Module, tp: int) -> None:

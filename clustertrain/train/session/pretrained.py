@@ -152,7 +152,7 @@ def _load(
     adapters = adapted_linear.adapter_parameter_names(model)
     plain = {name: file_name for name, file_name in weights.names.items() if name not in packed}
     load_pretrained(model, weights.path, plain, ranks, token=token, untouched=adapters | packed.keys())
-    modules = low_bit.frozen_matrices(model)
+    modules = low_bit.packed_layers(model)
     all_names = set(state_dict.module_state_dict(model)) | state_dict.all_stage_fqns(model)
     for n, batch in enumerate(_split_into_batches(packed)):
         matrices = {name: modules[name].empty_matrix() for name in batch if name in modules}
@@ -172,7 +172,8 @@ def _load(
 
 def _split_into_batches(packed: Mapping[str, tuple[int, int]]) -> Iterator[list[str]]:
     """Yield the names of matrices that are in memory at the same time, at least one."""
-    batch, elements = [], 0
+    batch: list[str] = []
+    elements = 0
     for name, (rows, columns) in packed.items():
         if batch and elements + rows * columns > MAX_UNPACKED:
             yield batch

@@ -78,7 +78,7 @@ def test_new_adapter_in_low_bits_starts_as_its_base() -> None:
 
 
 def test_model_without_frozen_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="have no frozen nn.Linear"):
+    with pytest.raises(ConfigError, match=r"have no frozen nn\.Linear"):
         low_bit.convert_base(Decoder(SPEC), "int8")
 
 
