@@ -14,8 +14,6 @@ HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1", "reward_accurac
 VALIDATION_PREFIX = "validation_"  # of metric names: validation_loss, validation_accuracy, …
 SLICE_SEPARATOR = "/"  # validation_accuracy/night is the accuracy on the slice night
 
-MAX_PREDICTIONS = 100_000
-
 
 class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``[evaluation]`` table. Unused without validation data.
@@ -58,9 +56,5 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
-        if self.save_predictions > MAX_PREDICTIONS:
-            raise ValueError(
-                f"save_predictions = {self.save_predictions}: at most {MAX_PREDICTIONS:,}, since each is a line of text"
-            )
         if len(set(self.metrics)) < len(self.metrics):
             raise ValueError(f"metrics = {list(self.metrics)}: contains a duplicate")

@@ -274,8 +274,7 @@ def check_pretrained(prepared: PreparedRun) -> Notes:
 
 
 def check_adapter(prepared: PreparedRun) -> Notes:
-    """Refuse dropout of adapters under tensor parallelism, and an adapter.init that is damaged or does not fit; note
-    it."""
+    """Refuse dropout of adapters with tensor parallelism, and a wrong adapter.init; note what it is."""
     if not prepared.spec.recipe.adapter.is_enabled:
         return None
     from clustertrain.submit.preflight import adapter  # not at the top: most runs have none

@@ -74,7 +74,9 @@ def test_schedule_keys_match_those_read(kind: ScheduleKind) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in get_args(ObjectiveKind) if k != "auto"])
 def test_objective_keys_match_its_arguments(kind: ObjectiveKind) -> None:
-    names = {key: key for key in ("ignore_index", "delta", "temperature", "group")} | {"label_smoothing": "smoothing"}
+    names = {key: key for key in ("ignore_index", "delta", "temperature", "group", "beta")} | {
+        "label_smoothing": "smoothing"
+    }
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
     recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
     loss = losses.build_loss(recipe)

@@ -70,10 +70,16 @@ def test_schedule_description(schedule: dict[str, Any], expected: str) -> None:
             {"objective": {"label_smoothing": 0.1, "ignore_index": -1}},
             "cross-entropy, label smoothing 0.1, targets of -1 are ignored",
         ),
-        ({"model": {"kind": "two-tower"}}, "nt-xent, each sample against the others of its group of 8"),
+        (
+            {"model": {"kind": "two-tower"}, "objective": {"group": 8}},
+            "nt-xent, each sample against the others of its group of 8",
+        ),
         ({"model": USER_MODEL}, "the model's loss if it computes one, otherwise cross-entropy"),
         ({"model": USER_MODEL, "objective": {"kind": "huber", "delta": 2.0}}, "huber, linear from 2 on"),
-        ({"model": USER_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, within a micro-batch"),
+        (
+            {"model": USER_MODEL, "objective": {"kind": "nt-xent", "group": 4}},
+            "nt-xent at temperature 0.1, each sample against the others of its group of 4",
+        ),
         ({"model": USER_MODEL, "objective": {"kind": "mse"}}, "mse"),
     ],
 )
