@@ -75,7 +75,8 @@ class AdaptedLayer(nn.Module):
         # As in PEFT, dropout also applies to the weight's part of the change.
         product = out - bias if dropped is x else F.linear(dropped, self._base_weight().to(dropped.dtype))
         ratio = self._magnitude_ratio()
-        return out + (ratio - 1) * product + ratio * delta
+        # As in PEFT, the sum has the type of the base's output: the ratio is fp32, also under autocast.
+        return (out + (ratio - 1) * product + ratio * delta).to(out.dtype)
 
     def _multiply_low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return scaling * B (A x)."""
