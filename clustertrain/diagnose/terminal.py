@@ -45,7 +45,7 @@ def show_finding(console: Console, finding: Finding) -> None:
 def _headline(finding: Finding) -> Table:
     line = Table.grid(padding=(0, 2))
     line.add_column(width=7)
-    line.add_column(width=9)
+    line.add_column(width=10)
     line.add_column(overflow="fold", ratio=1)
     line.add_row(Text(finding.verdict, _STYLES[finding.verdict]), Text(finding.check, "bold"), finding.text)
     return line

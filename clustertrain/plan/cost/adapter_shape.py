@@ -121,6 +121,19 @@ class AdapterShape:
             + compute_bytes * self.trained_elements(model, tp)
         )
 
+    def norm_bytes(self, model: DecoderShape, tp: int) -> float:
+        """Return the bytes of the fp32 matrices from which DoRA computes the norms of the largest adapted layer.
+
+        These are the base, if it has a format of its own, B A and its multiple.
+        """
+        if not self.has_magnitude:
+            return 0.0
+        matrices = self.split_matrices(model, tp)
+        largest = max(
+            (rows * columns for name, (rows, columns) in matrices.items() if name in self.share_of), default=0
+        )
+        return float(FP32 * (2 + self.is_stored_apart) * largest)
+
     def unpack_bytes(self, model: DecoderShape, tp: int, compute_bytes: int) -> float:
         """Return the bytes of the largest matrix of a block while it is unpacked or cast for a product."""
         if not self.is_stored_apart or (self.base_precision == "bf16" and compute_bytes == 2):

@@ -106,6 +106,9 @@ def _count_adapted(
     final_norm = model.dim * stage.head
     table_bytes = tables * table * adapter.table_bytes
     casts = compute * config.autocast
+    # The norms of DoRA are computed before the gradients of the feed-forward layer exist, which pass_memory counts.
+    tokens = config.micro_batch * config.seq_len / layout.cp
+    backward = tokens * compute * 2 * (model.hidden / tp + model.dim)
     frozen_casts = 0.0 if adapter.is_stored_apart else adapter.matrix_bytes(model, tp, plain_bytes=casts)
     return RankParams(
         stored=(
@@ -126,6 +129,6 @@ def _count_adapted(
         cast_block=frozen_casts + casts * block,
         cached_block=casts * block,
         cast_head=0.0 if adapter.is_stored_apart else casts * table,
-        unpacked=adapter.unpack_bytes(model, tp, compute),
+        unpacked=max(adapter.unpack_bytes(model, tp, compute), adapter.norm_bytes(model, tp) - backward),
         unpacked_head=compute * table if adapter.is_stored_apart and compute > adapter.table_bytes else 0.0,
     )

@@ -289,6 +289,7 @@ class _FullyShardedStep(_Step):
         return [
             loss,
             self._gather_ends(),
+            self._first_block_forward(),
             *in_blocks,
             *ends_of_blocks,
             *later,
@@ -303,6 +304,11 @@ class _FullyShardedStep(_Step):
             activations=self.passes.saved,
             logits=self.passes.logits,
         )
+
+    def _first_block_forward(self) -> Moment:
+        """Return the moment when the first block is gathered: the result of the first all-gather is freed after it."""
+        copies = 2 if self.shard_ranks > 1 else 1
+        return self.moment(params=copies * (self.params.gathered_ends + self.params.gathered_block))
 
     def _gather_ends(self) -> Moment:
         """Return the moment when the parameters outside blocks have been gathered again, and are copied from the

@@ -25,7 +25,7 @@ def describe_adapter(spec: AdapterSpec, model: ModelSpec) -> str:
     base = f"{model.layers * adapter.matrix_bytes(model) / GIB:.3g} GiB"
     tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim * adapter.table_bytes
     return (
-        f"{kind}, on {', '.join(layers)}: {trained:,.0f} trained parameters, {100 * trained / total:.2g}% of the base's; "
+        f"{kind}, on {', '.join(layers)}: {trained:,.0f} trained parameters, {100 * trained / total:.2g}% of the base; "
         f"the base is frozen, without gradients and optimizer state: its layers {_BASES[spec.base_precision]} take "
         f"{base}, embedding and head {tables / GIB:.3g} GiB, before a layout splits them"
     )

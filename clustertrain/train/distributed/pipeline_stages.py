@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
+from clustertrain.train.distributed import adapted_linear, low_bit
 
 # Names of modules that stay together; a name in two units is copied to both of their stages.
 Unit = tuple[str, ...]
@@ -80,16 +82,20 @@ def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[int]:
 
     Attention over a long context costs more than its matrices, but equally so in every layer.
     """
+    packed = low_bit.packed_shapes(model)
     tables = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     counted: set[str] = set()
     costs = []
     for unit in model_units:
         cost = 1
         for name, p in model.named_parameters():
+            if name.rpartition(".")[2] in adapted_linear.PARAMETER_NAMES:
+                continue  # they cost little, and the plan's split does not know them
             if any(_is_inside(name, n) for n in unit):
                 # The first unit with an embedding looks up rows; a second one multiplies by it.
                 light = p.dim() < 2 or (name in tables and name not in counted)
-                cost += p.numel() * (1 if light else MATMUL_COST)
+                elements = math.prod(packed.get(clean_fqn(name), p.shape))
+                cost += elements * (1 if light else MATMUL_COST)
                 counted.add(name)
         costs.append(cost)
     return costs

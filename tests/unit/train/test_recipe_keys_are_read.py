@@ -74,11 +74,12 @@ def test_schedule_keys_match_those_read(kind: ScheduleKind) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in get_args(ObjectiveKind) if k != "auto"])
 def test_objective_keys_match_its_arguments(kind: ObjectiveKind) -> None:
-    names = {key: key for key in ("ignore_index", "delta", "temperature", "group", "beta")} | {
-        "label_smoothing": "smoothing"
-    }
+    own = ("ignore_index", "delta", "temperature", "group", "beta")
+    names = {"label_smoothing": "smoothing", **{key: key for key in own}}
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
-    recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
+    # DPO is for conversations and the built-in decoder.
+    subject = {"data": {"kind": "chat", "path": "x"}} if kind == "dpo" else {"model": {"entry": "a:b"}}
+    recipe = msgspec.convert({**subject, "objective": {"kind": kind}}, Recipe)
     loss = losses.build_loss(recipe)
     arguments = vars(loss) if isinstance(loss, ContrastiveLoss) else getattr(loss, "keywords", {})
     assert accepted_keys("objective", recipe, names) == {
