@@ -75,12 +75,8 @@ class AdaptedLayer(nn.Module):
         # As in PEFT, dropout also applies to the weight's part of the change.
         product = out - bias if dropped is x else F.linear(dropped, self._base_weight().to(dropped.dtype))
         ratio = self._magnitude_ratio()
-<<<<<<< HEAD
-        return (out + (ratio - 1) * product + ratio * delta).to(out.dtype)  # in bf16, ratios near 1 would be lost
-=======
         # As in PEFT, the sum has the type of the base's output: the ratio is fp32, also under autocast.
         return (out + (ratio - 1) * product + ratio * delta).to(out.dtype)
->>>>>>> fe471581e5de9be19e2cfe3de87fd0962c5174d5
 
     def _multiply_low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return scaling * B (A x)."""
