@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory gpu-check gpu-check-cpu gpu-results clean
+.PHONY: help setup demo test test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory fake-memory-adapters gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -106,6 +106,9 @@ fake-cluster: setup ## one step of the presets' layouts on 16 to 512 fake ranks;
 
 fake-memory: setup ## the plan's memory against torch's memory tracker, 310 jobs; writes benchmarks/results/fake_memory.json
 	$(BIN)/python -m tests.harness.fake_cluster memory $(FAKE)
+
+fake-memory-adapters: setup ## the same for full, LoRA and QLoRA fine-tunes, 51 jobs; writes benchmarks/results/fake_memory_adapters.json
+	$(BIN)/python -m tests.harness.fake_cluster adapters $(FAKE)
 
 gpu-check: setup ## all that waits for a GPU, in at most 15 minutes; leaves a folder of evidence. GPU_CHECK='--out FOLDER'
 	$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)

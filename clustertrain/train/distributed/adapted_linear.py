@@ -75,8 +75,7 @@ class AdaptedLayer(nn.Module):
         # As in PEFT, dropout also applies to the weight's part of the change.
         product = out - bias if dropped is x else F.linear(dropped, self._base_weight().to(dropped.dtype))
         ratio = self._magnitude_ratio()
-        # As in PEFT, the sum has the type of the base's output: the ratio is fp32, also under autocast.
-        return (out + (ratio - 1) * product + ratio * delta).to(out.dtype)
+        return (out + (ratio - 1) * product + ratio * delta).to(out.dtype)  # in bf16, ratios near 1 would be lost
 
     def _multiply_low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return scaling * B (A x)."""
@@ -92,10 +91,11 @@ class AdaptedLayer(nn.Module):
 
     def _magnitude_ratio(self) -> torch.Tensor:
         """Return the trained norm of each row over its actual one, which counts as constant (section 4.3)."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             changed = self._base_weight().float() + self.low_rank.scaling * (self.lora_B.float() @ self.lora_A.float())
             norms = torch.linalg.vector_norm(changed, dim=1)
-        return self.lora_magnitude_vector / norms.to(self.lora_magnitude_vector.dtype)
+        ratio: torch.Tensor = self.lora_magnitude_vector / norms
+        return ratio
 
 
 def _multiply_partial(inner: Any, lora_b: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import model_parts
+from clustertrain.errors import ConfigError
 from clustertrain.train.distributed import low_bit
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models import train_mode
@@ -50,7 +51,7 @@ def prepare_model(
     runtime: SessionRuntime,
     model: nn.Module,
     freeze: Sequence[str],
-    unfreeze: Iterable[tuple[int, Sequence[str]]],
+    unfreeze: Sequence[tuple[int, Sequence[str]]],
     weights: PretrainedWeights | None = None,
     adapter: AdapterSetup | None = None,
 ) -> PreparedModel:
@@ -60,6 +61,12 @@ def prepare_model(
     Raises:
         ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
     """
+    if adapter is not None and (freeze or unfreeze):
+        raise ConfigError(
+            "the model has adapters, and freeze or unfreeze is given: with adapters the whole model is frozen and only "
+            "they are trained",
+            fix="leave out freeze and unfreeze, and choose the layers with target_modules",
+        )
     param_table = param_info.build_param_table(model)
     unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
     param_info.freeze(model, param_table, freeze, unfreeze_steps)

@@ -73,10 +73,20 @@ def find_differences(origin: CheckpointOrigin, context: RankContext, current: Ma
         before = origin.about.get(name)
         if before is not None and before != current.get(name):
             messages.append(f"{name} {before} then, {current.get(name)} now")
+    messages += _compare_adapters(origin.about.get("adapter"), current.get("adapter"))
     before, after = _format_code_version(origin.about.get("git")), _format_code_version(current.get("git"))
     if before and before != after:
         messages.append(f"code {before} then, {after or 'unknown'} now")
     return messages + find_changed_files(origin.about.get("code"), current.get("code"))
+
+
+def _compare_adapters(before: Any, current: Any) -> list[str]:
+    """Return a message per setting of the adapters that changes what they compute."""
+    then, now = (about.get("spec") if isinstance(about, dict) else None for about in (before, current))
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        return []
+    keys = ("kind", "rank", "alpha", "rank_stabilized")
+    return [f"adapter {key} {then.get(key)} then, {now[key]} now" for key in keys if then.get(key) != now[key]]
 
 
 def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> list[str]:

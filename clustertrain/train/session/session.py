@@ -195,7 +195,12 @@ class Session:
             ConfigError: a value is out of range; a pattern matches no Linear layer, or a fused one; the rank exceeds a
                 side of a matrix; the model has adapters already; ``init`` is an adapter of another kind or model.
             NotFound: a file of ``init`` is missing.
+            UsageError: :meth:`parallelize` was called before.
         """
+        if self._prepared_model is not None:
+            raise UsageError(
+                "session.add_adapters: the model is parallelized already", fix="call it before session.parallelize"
+            )
         spec = adapters.build_spec(
             kind=kind,
             rank=rank,
@@ -232,13 +237,14 @@ class Session:
                 counted from 1; until then they are frozen, whether or not ``freeze`` matches them.
 
         Raises:
-            ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
+            ConfigError: a pattern matches nothing, nothing is left to train, the model has adapters and ``freeze`` or
+                ``unfreeze`` is given, or the layout does not fit the model.
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
         weights = self._pretrained if self._pretrained is not None and self._pretrained.model is model else None
         adapter = self._adapter if self._adapter is not None and self._adapter.model is model else None
-        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze, weights, adapter)
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, list(unfreeze), weights, adapter)
         self._state.model = self._prepared_model.model
         return self._prepared_model.model
 
