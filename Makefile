@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory oldest-torch gpu-check gpu-check-cpu gpu-results clean
+.PHONY: help setup demo test test-all test-fast test-packages cuda-emulated cuda-waits check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm interruptions fuzz fake-cluster fake-memory fake-memory-adapters oldest-torch gpu-check gpu-check-cpu gpu-results clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -117,6 +117,9 @@ oldest-torch: setup ## the hooks' tests in an environment with torch 2.6, the ol
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 	  torch==2.6.0 numpy transformers==4.51.3 accelerate==1.6.0 lightning==2.5.1
 	CLUSTERTRAIN_TEST_RANKS_PYTHON=$(CURDIR)/.venv-oldest/bin/python $(PYTEST) -n 2 tests/ranks/test_frameworks.py
+
+fake-memory-adapters: setup ## the same for full, LoRA and QLoRA fine-tunes, 51 jobs; writes benchmarks/results/fake_memory_adapters.json
+	$(BIN)/python -m tests.harness.fake_cluster adapters $(FAKE)
 
 gpu-check: setup ## all that waits for a GPU, in at most 15 minutes; leaves a folder of evidence. GPU_CHECK='--out FOLDER'
 	$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)
