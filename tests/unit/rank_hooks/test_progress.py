@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,15 @@ def test_relative_checkpoint_is_recorded_with_its_whole_path(tmp_path: Path, mon
     progress.close()
 
 
+@pytest.fixture
+def no_handler() -> Iterator[None]:
+    """Give SIGTERM its default action: earlier tests of the process may have left a handler."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.usefixtures("no_handler")
 def test_only_a_program_without_a_handler_can_say_that_it_is_done(tmp_path: Path) -> None:
     def is_finished() -> bool:
         return bool(json.loads((tmp_path / "progress-0.json").read_text())["finished"])
