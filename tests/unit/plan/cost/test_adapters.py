@@ -9,6 +9,7 @@ import pytest
 
 from clustertrain.config.checks.adapter_checks import check_base
 from clustertrain.config.parsing.documents import build
+from clustertrain.config.parsing.presets import PRESETS
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.adapter_shape import AdapterShape, find_adapter
@@ -20,7 +21,7 @@ TRACED = json.loads((ROOT / "benchmarks" / "results" / "fake_memory_adapters.jso
 
 
 def recipe_of(preset: str = "llama3.1-8b", **adapter: Any) -> Recipe:
-    return build({"model": {"preset": preset}, "adapter": {"kind": "lora", **adapter}}, Recipe, "recipe")
+    return build({"model": dict(PRESETS[preset]), "adapter": {"kind": "lora", **adapter}}, Recipe, "recipe")
 
 
 def shape_of(recipe: Recipe) -> AdapterShape:
