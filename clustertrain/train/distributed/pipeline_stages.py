@@ -14,7 +14,7 @@ from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.train.distributed import adapted_linear, low_bit
+from clustertrain.train.distributed import low_bit
 
 # Names of modules that stay together; a name in two units is copied to both of their stages.
 Unit = tuple[str, ...]
@@ -89,8 +89,6 @@ def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[int]:
     for unit in model_units:
         cost = 1
         for name, p in model.named_parameters():
-            if name.rpartition(".")[2] in adapted_linear.PARAMETER_NAMES:
-                continue  # they cost little, and the plan's split does not know them
             if any(_is_inside(name, n) for n in unit):
                 # The first unit with an embedding looks up rows; a second one multiplies by it.
                 light = p.dim() < 2 or (name in tables and name not in counted)
