@@ -153,7 +153,7 @@ class Session:
         of the weights. They are converted to the model's dtypes. Nothing is read if the run resumes from a checkpoint.
         Collective.
 
-        Parts of a model that were trained apart are loaded by one call each; the other modules start as usual::
+        Call it once for each part that was trained apart; other modules are initialized as usual::
 
             session.load_pretrained(model.tower, "weights/tower")
             session.load_pretrained(model.decoder, "weights/text")
