@@ -1,6 +1,6 @@
 """Example script: LoRA adapters teach a transformers model of Python source the English of Python's reference manual.
 
-The base is a finished run of text.toml, or any causal language model of bytes that transformers can load:
+The base is a finished run of text.toml, or any byte-level causal language model that transformers can load:
 
 clustertrain submit --wait text.toml
 clustertrain checkpoint export latest --output base

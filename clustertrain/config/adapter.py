@@ -32,16 +32,16 @@ class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     dropout: float = 0.0
     """Dropout probability on the input of the adapters. 0: none."""
     target_modules: tuple[str, ...] = ("*.attention", "*.ffn")
-    """Patterns of the names of modules: each Linear layer that matches, or is inside a module that matches, gets an
-    adapter. The default fits the built-in transformers."""
+    """Patterns of module names: each Linear layer that matches, or is inside a module that matches, gets an adapter.
+    The default fits the built-in transformers."""
     base_precision: BasePrecision = "unchanged"
-    """Format of the frozen matrices of the repeated layers. ``"unchanged"``: as the model has them, built-in ones in
-    fp32. ``"bf16"``: 2 bytes per weight. ``"int8"``: 8 bits per weight, and ``"nf4"``: 4 bits (QLoRA, Dettmers et al.,
-    arXiv 2305.14314), both with 4 bytes more for 64 weights of a row. With all but ``"unchanged"``, embedding and head
-    are bf16."""
+    """Format of the frozen matrices of the repeated layers. ``"unchanged"``: that of the model; fp32 in built-in
+    models. ``"bf16"``: 2 bytes per weight. ``"int8"``: 8 bits per weight, and ``"nf4"``: 4 bits (QLoRA, Dettmers et
+    al., arXiv 2305.14314), both with a scale of 4 bytes for every 64 weights of a row. Unless ``"unchanged"``,
+    embedding and head are in bf16."""
     init: str = ""
     """Folder of an adapter to start from, in the format of PEFT, as ``checkpoint export`` writes it. Its kind, rank,
-    alpha and layers must be those of this table. Empty: new adapters."""
+    alpha and layers must match this table. Empty: new adapters."""
 
     def __post_init__(self) -> None:
         check_positive("rank", self.rank)

@@ -34,8 +34,8 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     recall_at_1 for NT-Xent; mae for regression; reward_accuracy, the share of pairs whose chosen answer gained more
     than the rejected one, for DPO."""
     save_predictions: int = 0
-    """Samples, from the first on, whose targets and predictions are written to the run's folder with the best and the
-    last evaluation; also a confusion matrix of all samples for a classifier. 0: none. Not for NT-Xent and cp."""
+    """Save the targets and predictions of the first N samples in the run's folder, for the best and the last
+    evaluation; for a classifier also a confusion matrix of all samples. 0: none. Not for NT-Xent and cp."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
     patience_epochs: float = 0.0

@@ -20,8 +20,8 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     activation_checkpointing: ActivationCheckpointing = "auto"
     """Recompute activations in the backward pass. ``"selective"``: keep matrix products, convolutions and attention,
     recompute the rest. ``"full"``: recompute each layer. 2 or more: recompute every Nth layer, the first one included,
-    and keep the others whole. ``"auto"``: the least that lets the fastest layout fit, if
-    the plan predicts times; otherwise none."""
+    and keep the others whole. ``"auto"``: the least that lets the fastest layout fit if the plan predicts times,
+    otherwise none."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory. Sharded layouts on GPUs only."""
     activation_offload: bool = False

@@ -39,11 +39,11 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     grad_norm_usual: float = 5.0
     """Median gradient norm of the last 100 steps above which to warn. 0: never."""
     grad_norm_min: float = 1e-6
-    """Gradient norm below which to warn if it stays there. 0: never, also not for a single layer."""
+    """Warn if the gradient norm stays below this. 0: never, not even for a single layer."""
     clipped_share: float = 0.5
     """Share of clipped steps among the last 100 above which to warn. 0: never."""
     loss_trend: bool = True
-    """Warn if the loss does not fall, swings without falling or levels off near its start, or if its gap to the
+    """Warn if the loss does not fall, oscillates without falling or levels off near its start, or if its gap to the
     validation loss widens."""
     slowdown: float = 0.1
     """Relative drop below the run's earlier throughput at which to warn. 0: never."""

@@ -24,8 +24,8 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     uri: str = ""
     """MLflow tracking URI. Empty: ``MLFLOW_TRACKING_URI``, otherwise a database in the run folder. MLflow only."""
     log_model: Literal["none", "best", "last"] = "none"
-    """Hand the model of the best or the last checkpoint to the trackers when the run completes: files of the MLflow run
-    and a new version in its model registry; an artifact in W&B. Named after ``project``, otherwise after the run."""
+    """Log the model of the best or the last checkpoint when the run completes: to MLflow as files of the run and a new
+    version in the model registry, to W&B as an artifact. Named after ``project``, otherwise after the run."""
     offline: bool = False
     """Keep everything in the run folder, for ``wandb sync``. W&B only."""
 

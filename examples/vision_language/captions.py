@@ -1,4 +1,4 @@
-"""The model and the data sets of this folder's recipes: handwritten digits, and what a text model says about them."""
+"""The model and the data sets of this folder's recipes: images of handwritten digits with captions."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -96,7 +96,7 @@ class VisionLanguage(nn.Module):
 
 @torch.no_grad()
 def describe(model: nn.Module, images: torch.Tensor) -> list[str]:
-    """Return what the model says about each image, by its likeliest bytes."""
+    """Return the caption that the model gives each image: at each position, the most probable byte."""
     tokens = torch.full((len(images), LENGTH), END, device=images.device)
     for i in range(LENGTH - 1):
         tokens[:, i + 1] = model(images, tokens)[:, i].argmax(-1)

@@ -35,7 +35,7 @@ class ClassifiedDigits(CaptionedDigits):
 
 
 def build(session: ct.Session, stage: str, weights: Path) -> torch.nn.Module:
-    """Return the stage's model, whose trained parts are loaded when it is parallelized. Each rank reads its share."""
+    """Return the model of the stage. ``parallelize`` loads the trained parts; each rank reads its share."""
     with torch.device("meta"):
         if stage == "tower":
             return ConvNet(ConvnetSpec(**TOWER))

@@ -38,7 +38,7 @@ class Conversation:
 
 _PAIR_FIX = (
     'write {"prompt": "…", "chosen": "…", "rejected": "…"}, or "chosen" and "rejected" as two lists of messages that '
-    "begin alike"
+    "share their beginning"
 )
 
 
@@ -217,7 +217,7 @@ def parse_preference(row: Any, where: str) -> PreferencePair:
     if chosen == rejected:
         raise ConfigError(f"{where}: chosen and rejected are the same", fix="remove the row: it prefers neither")
     if not first:
-        raise ConfigError(f"{where}: chosen and rejected answer no common prompt", fix=_PAIR_FIX)
+        raise ConfigError(f"{where}: chosen and rejected share no prompt", fix=_PAIR_FIX)
     tools = _parse_tools(present, where)
     return PreferencePair(
         *(

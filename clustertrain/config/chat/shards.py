@@ -33,5 +33,5 @@ def check_no_shards(path: Path, key: str) -> None:
     if has_shards(path):
         raise ConfigError(
             f"{key} = {str(path)!r}: token shards, which hold no pairs of a chosen and a rejected answer",
-            fix="name the files of the pairs: preferences are tokenized when the run starts",
+            fix="name the files with the pairs, which are tokenized when the run starts",
         )

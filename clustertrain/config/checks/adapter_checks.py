@@ -24,8 +24,8 @@ def check_adapter(recipe: Recipe) -> None:
     for key, patterns in (("optim.freeze", optim.freeze), ("optim.unfreeze", optim.unfreeze)):
         if patterns:
             raise ValueError(
-                f"{key} and adapter.kind = {spec.kind!r}: with adapters the whole model is frozen and only they are "
-                f"trained: remove {key}, and choose the layers with adapter.target_modules"
+                f"{key} and adapter.kind = {spec.kind!r}: adapters freeze the whole model: "
+                f"remove {key}, and choose the layers with adapter.target_modules"
             )
     if recipe.train.precision == "fp8":
         raise ValueError(

@@ -92,7 +92,7 @@ def _check_first_rows(path: Path, ids: Array, ends: Array, labels: Array | None,
         learned = labels[:end] != NOT_LEARNED
         if not np.array_equal(labels[:end][learned], ids[:end][learned]):
             raise ConfigError(
-                f"{path}: {LABELS} are other tokens than {IDS}",
+                f"{path}: {LABELS} differ from {IDS}",
                 fix=f"write {LABELS} as {IDS}, with {NOT_LEARNED} where nothing is learned; they are shifted in "
                 "training",
             )

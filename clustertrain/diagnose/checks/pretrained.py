@@ -1,7 +1,7 @@
 """Compare the first loss of a model with pretrained weights with that of random ones.
 
-Weights that were read into the wrong places, tokens of another tokenizer, or a chat template that the model does not
-know cost as much as random weights, and training hides this: the loss falls from there too.
+Weights read into the wrong places, tokens of another tokenizer or an unknown chat template make the loss as high as
+that of random weights. Training hides this, because the loss falls anyway.
 """
 
 from __future__ import annotations

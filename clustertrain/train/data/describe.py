@@ -32,9 +32,9 @@ class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_datasets(train: Any, validation: Any, emit: EmitEvent, attention: str | None = None) -> None:
-    """Emit the event ``data_described`` and log a line; warn of much padding and of many conversations cut.
+    """Emit the event ``data_described`` and log a line; warn about much padding and many cut conversations.
 
-    Of a stream, emit ``stream_described`` instead, and log how exact a resume is.
+    For a stream, emit ``stream_described`` instead, and log how exact a resume is.
 
     Args:
         attention: how attention stays inside documents; None: it does not.

@@ -88,7 +88,7 @@ class SampleChecker:
                 _check_range(name, tensor, limits.vocab_size, limits.names[0], keys, dataset)
 
     def _check_document_starts(self, inputs: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
-        """Raise ConfigError for starts of which a token would see another document, or nothing at all."""
+        """Raise ConfigError for starts with which a token would see another document, or nothing at all."""
         starts = inputs.get(DOCUMENT_STARTS) if isinstance(inputs, dict) else None
         if starts is None and self._limits.needs_document_starts:
             raise ConfigError(
@@ -109,7 +109,7 @@ class SampleChecker:
         for row, position in is_wrong.nonzero()[:1].tolist():
             raise ConfigError(
                 f"{describe_sample(dataset, keys[row][0])}: {DOCUMENT_STARTS} at {position} is "
-                f"{int(starts[row, position])}: must be {position}, or {int(before[row, position])} as before it",
+                f"{int(starts[row, position])}: must be {position}, or {int(before[row, position])} as before",
                 fix=fix,
             )
 

@@ -44,7 +44,7 @@ class LowRank:
 
 
 class SampleScope:
-    """The positions of the samples that a repeated layer computes at the moment, for the dropout masks inside it."""
+    """The positions of the samples that a repeated layer is computing, for the dropout masks inside it."""
 
     samples: torch.Tensor | None = None
 

@@ -31,7 +31,7 @@ def force_backend(context: RankContext) -> AbstractContextManager[Any]:
 
 
 def explain_missing_kernel(error: BaseException, context: RankContext) -> None:
-    """Add to torch's error about a missing kernel which key left it without one; ignore other errors."""
+    """Add a note that names the key to torch's error about a missing kernel; ignore other errors."""
     if context.attention_backend != "auto" and any(text in str(error).lower() for text in _NO_KERNEL):
         error.add_note(
             f'train.attention_backend = "{context.attention_backend}" cannot compute this attention; the '

@@ -1,4 +1,4 @@
-"""Modules of Hugging Face transformers as entries: their outputs as logits, and their caches for generation off."""
+"""Hugging Face transformers models as entries: use their logits, and turn their generation caches off."""
 
 from __future__ import annotations
 

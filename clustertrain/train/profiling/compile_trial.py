@@ -118,7 +118,7 @@ def _warn_of_differences(differences: Mapping[str, float], precision: str, emit_
         f"torch.compile: the {quantity} of the compiled layers differs by {value:.2g} (relative) from that of the "
         f"uncompiled ones on the same batch, more than {limits[name]:g} in {precision}"
     )
-    fix = "remove parallel.compile, or find the layer that differs; random numbers in a layer differ too"
+    fix = "remove parallel.compile, or find the layer that differs; layers that draw random numbers differ too"
     log.warning("%s; %s", text, fix)
     emit_event(
         "training_warning", code="compile_differs", step=None, text=text, fix=fix, value=value, limit=limits[name]

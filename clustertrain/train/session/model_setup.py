@@ -63,8 +63,7 @@ def prepare_model(
     """
     if adapter is not None and (freeze or unfreeze):
         raise ConfigError(
-            "the model has adapters, and freeze or unfreeze is given: with adapters the whole model is frozen and only "
-            "they are trained",
+            "the model has adapters, which freeze the whole model, but freeze or unfreeze is given",
             fix="leave out freeze and unfreeze, and choose the layers with target_modules",
         )
     param_table = param_info.build_param_table(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -34,6 +34,8 @@ class PretrainedWeights:
     path: Path
     names: Mapping[str, str]
     """The file's name of each tensor, by its name in the model."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors in ``names``, with the name there."""
 
     def check(self) -> None:
         """Check the headers of the files.
@@ -56,7 +58,7 @@ class PretrainedWeights:
             shapes,
             type(self.model).__name__,
             integers=integers,
-            ignored=tensors.keys() - self.names.keys(),  # tied
+            ignored=self.tied.keys(),
         )
 
 
@@ -64,14 +66,18 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     """Return the weights for ``model`` without reading them; see ``Session.load_pretrained``."""
     tensors = {clean_fqn(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[str, str] = {}
-    seen: set[int] = set()
+    tied: dict[str, str] = {}
+    seen: dict[int, str] = {}
     adapters = adapted_linear.adapter_parameter_names(model)
     for name, tensor in tensors.items():
-        if id(tensor) in seen or name in adapters:  # tied to a tensor that has another name, or not of the base
+        if name in adapters:
             continue
-        seen.add(id(tensor))
-        names[name] = rename(name) if rename is not None else name
-    return PretrainedWeights(model, path.expanduser(), names)
+        first = seen.setdefault(id(tensor), name)
+        if first != name:
+            tied[name] = first
+        else:
+            names[name] = rename(name) if rename is not None else name
+    return PretrainedWeights(model, path.expanduser(), names, tied)
 
 
 @dataclass(frozen=True)
@@ -151,9 +157,14 @@ def _load(
     """
     adapters = adapted_linear.adapter_parameter_names(model)
     plain = {name: file_name for name, file_name in weights.names.items() if name not in packed}
-    load_pretrained(model, weights.path, plain, ranks, token=token, untouched=adapters | packed.keys())
+    local, all_stages = state_dict.module_state_dict(model), state_dict.all_stage_fqns(model)
+    still_tied = {
+        name for name, first in weights.tied.items() if not all_stages and local.get(name) is local.get(first)
+    }
+    plain |= {name: weights.names[first] for name, first in weights.tied.items() if name not in still_tied}
+    load_pretrained(model, weights.path, plain, ranks, token=token, untouched=adapters | packed.keys() | still_tied)
     modules = low_bit.packed_layers(model)
-    all_names = set(state_dict.module_state_dict(model)) | state_dict.all_stage_fqns(model)
+    all_names = set(local) | all_stages
     for n, batch in enumerate(_split_into_batches(packed)):
         matrices = {name: modules[name].empty_matrix() for name in batch if name in modules}
         names = {name: weights.names[name] for name in batch}

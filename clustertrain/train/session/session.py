@@ -149,11 +149,11 @@ class Session:
     ) -> nn.Module:
         """Have :meth:`parallelize` load the weights of ``model`` from a file or another run, and return ``model``.
 
-        Call it before :meth:`parallelize`. The model may be on the meta device: each rank then reads only its own part
-        of the weights. They are converted to the model's dtypes. Nothing is read if the run resumes from a checkpoint.
-        Collective.
+        Call it before :meth:`parallelize`. The parameters, but not the buffers, may be on the meta device: each rank
+        then reads only its own part of the weights. They are converted to the model's dtypes. Nothing is read if the
+        run resumes from a checkpoint. Collective.
 
-        Parts of a model that were trained apart are loaded by one call each; the other modules start as usual::
+        Call it once for each part that was trained apart; other modules are initialized as usual::
 
             session.load_pretrained(model.tower, "weights/tower")
             session.load_pretrained(model.decoder, "weights/text")
@@ -167,7 +167,7 @@ class Session:
 
         Raises:
             NotFound: a file, the run or its checkpoint is missing.
-            ConfigError: a file is damaged, or its tensors are not those of the model; all differences are listed.
+            ConfigError: a file is damaged, or its tensors are not those of the model; the error lists the differences.
             CheckpointError: a checkpoint is not committed, or damaged.
         """
         is_resume = get_runtime(self).checkpointer.has_committed()

@@ -1,4 +1,4 @@
-"""The course of the loss on rank 0: whether it falls, swings or levels off, and its gap to the validation loss."""
+"""The course of the loss on rank 0: whether it falls, oscillates or levels off, and its gap to the validation loss."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LossTrend:
         return statistics.median(self._first)
 
     def _judge_course(self) -> Iterator[Finding]:
-        """Yield a finding if the loss has not fallen, or swings without falling."""
+        """Yield a finding if the loss has not fallen, or oscillates without falling."""
         first, recent = self._first_loss, list(self._recent)
         before, now = statistics.median(recent[:WINDOW_STEPS]), statistics.median(recent[WINDOW_STEPS:])
         spread = _MAD_TO_STD * statistics.median(abs(loss - now) for loss in recent[WINDOW_STEPS:])
@@ -97,7 +97,7 @@ class LossTrend:
         if swing > MAX_SWING and now > before * (1 - MIN_FALL) and now > first / 2:
             yield Finding(
                 "loss_oscillating",
-                f"the loss swings by {swing:.0%} around {now:.4g} and does not fall",
+                f"the loss oscillates by {swing:.0%} around {now:.4g} and does not fall",
                 "lower the learning rate (`clustertrain diagnose lr-range` finds a suitable one), lengthen warmup or "
                 "enlarge train.global_batch",
                 swing,
@@ -125,7 +125,7 @@ class LossTrend:
             yield Finding(
                 "gap_widening",
                 f"the gap between validation loss ({last.validation:.4g}) and training loss ({last.train:.4g}) has"
-                f" widened for {GAP_EVALUATIONS} evaluations: the model fits the training data better than other data",
+                f" widened for {GAP_EVALUATIONS} evaluations: the model overfits the training data",
                 "use more data, augmentation, weight decay or dropout, or a smaller model; evaluation.patience ends "
                 "the run once the validation loss no longer improves",
                 gaps[-1] / abs(last.validation),

@@ -230,7 +230,7 @@ def _find_dead_unit_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning
     if share > MAX_SATURATED_FRACTION:
         yield TrainingWarning(
             "saturated_units",
-            f"{share:.0%} of the outputs of {name} are at a bound of its range, where it passes almost no gradient",
+            f"{share:.0%} of the outputs of {name} are saturated: it passes almost no gradient there",
             "normalize the inputs of the layer, use smaller initial weights or a lower learning rate, or an activation "
             "without bounds (GELU, SiLU)",
             share,

@@ -94,7 +94,7 @@ def test_long_pairs_are_cut_or_left_out_together(tmp_path: Path, capsys: pytest.
         ({"prompt": "q", "chosen": "", "rejected": "a"}, "w: chosen: message 2 is an empty answer"),
         ({"prompt": [], "chosen": "b", "rejected": "a"}, "w: prompt: an empty list instead of a list of messages"),
         ({"chosen": "b", "rejected": "a"}, "w: chosen: text instead of a list of messages"),
-        ({"chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "answer no common prompt"),
+        ({"chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "share no prompt"),
         ({"chosen": [USER, ANSWER], "rejected": [USER]}, "w: rejected: no answer"),
         ({"prompt": "q", "chosen": 1, "rejected": "a"}, "w: chosen: a number instead of a list of messages"),
     ],

@@ -42,13 +42,13 @@ def test_samples_within_limits_pass() -> None:
             {"tokens": TOKENS, "document_starts": torch.tensor([[0, 0, 2, 2], [0, 2, 2, 2], [0, 0, 0, 0]])},
             TOKENS,
             {},
-            "sample 71: document_starts at 1 is 2: must be 1, or 0 as before it",
+            "sample 71: document_starts at 1 is 2: must be 1, or 0 as before",
         ),
         (
             {"tokens": TOKENS, "document_starts": torch.tensor([[0, 0, 2, 0], [0] * 4, [0] * 4])},
             TOKENS,
             {},
-            "sample 70: document_starts at 3 is 0: must be 3, or 2 as before it",
+            "sample 70: document_starts at 3 is 0: must be 3, or 2 as before",
         ),
         (
             {"tokens": TOKENS, "document_starts": torch.tensor([[1] * 4, [0] * 4, [0] * 4])},

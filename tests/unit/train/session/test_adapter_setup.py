@@ -89,7 +89,7 @@ def test_adapter_to_start_from_is_refused_with_another_base(tmp_path: Path) -> N
 @pytest.mark.parametrize("key", ["freeze", "unfreeze"])
 def test_freezing_beside_adapters_is_refused(key: str) -> None:
     value: Any = ["0"] if key == "freeze" else [(2, ["0"])]
-    with ct.session() as session, pytest.raises(ConfigError, match="the model has adapters, and freeze or unfreeze"):
+    with ct.session() as session, pytest.raises(ConfigError, match="freeze the whole model, but freeze or unfreeze"):
         session.parallelize(session.add_adapters(net(), ["0"], rank=2), **{key: value})
 
 

@@ -71,6 +71,20 @@ def test_parts_are_loaded_and_the_rest_is_initialized(session: ct.Session, tmp_p
     assert model.filled == ["projector.weight", "projector.bias"] and state["projector.bias"].eq(0.5).all()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_are_in_the_file_once(session: ct.Session, tmp_path: Path) -> None:
+    expected = torch.randn(8, 4)
+    save_file({"embed.weight": expected}, tmp_path / "tied.safetensors")
+    model = session.parallelize(session.load_pretrained(Tied(), tmp_path / "tied.safetensors"))
+    assert model.head.weight is model.embed.weight and torch.equal(model.embed.weight, expected)
+
+
 def test_init_loads_the_whole_model_of_an_entry(session: ct.Session, tmp_path: Path) -> None:
     model, path = on_meta(), tmp_path / "all.safetensors"
     expected = write(path, model)

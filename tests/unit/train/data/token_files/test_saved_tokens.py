@@ -57,7 +57,7 @@ def test_other_data_is_another_version(tmp_path: Path) -> None:
         ([{"input_ids": [1, None]}], "input_ids: a row without a value"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "rows are padded"),
         ([{"input_ids": [1, 2], "labels": [2]}], "labels and input_ids of a row have different lengths"),
-        ([{"input_ids": [1, 2], "labels": [2, -100]}], "labels are other tokens than input_ids"),
+        ([{"input_ids": [1, 2], "labels": [2, -100]}], "labels differ from input_ids"),
         ([], "the data set has no rows"),
     ],
 )
