@@ -35,7 +35,7 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     than the rejected one, for DPO."""
     save_predictions: int = 0
     """Samples, from the first on, whose targets and predictions are written to the run's folder with the best and the
-    last evaluation; also a confusion matrix of all samples for a classifier. 0: none. Not for NT-Xent and cp."""
+    last evaluation; also a confusion matrix of all samples for a classifier. 0: none. Not for NT-Xent, DPO and cp."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
     patience_epochs: float = 0.0
