@@ -35,7 +35,7 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     than the rejected one, for DPO."""
     save_predictions: int = 0
     """Save the targets and predictions of the first N samples in the run's folder, for the best and the last
-    evaluation; for a classifier also a confusion matrix of all samples. 0: none. Not for NT-Xent and cp."""
+    evaluation; for a classifier also a confusion matrix of all samples. 0: none. Not for NT-Xent, DPO and cp."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
     patience_epochs: float = 0.0

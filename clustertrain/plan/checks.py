@@ -230,11 +230,18 @@ def _check_cpu_support(precision: Precision, parallel: ParallelSpec, layout: Lay
             raise ConfigError(f"{problem}, and the device is cpu", fix=fix)
 
 
-def find_noise_problem(layout: Layout, parallel: ParallelSpec, micro_batches: int) -> str:
+def find_noise_problem(
+    layout: Layout, parallel: ParallelSpec, micro_batches: int, *, compares_batch: bool = False
+) -> str:
     """Return why the gradient noise scale cannot be measured in steps of ``micro_batches``; empty if it can.
 
     It compares the gradients of a small and a large batch, and ranks that split the model see no whole gradient.
+
+    Args:
+        compares_batch: the loss compares all samples of the global batch, so that of a smaller batch is another one.
     """
+    if compares_batch:
+        return "the loss compares all samples of the global batch, so a smaller batch has another loss"
     if layout.tp > 1 or layout.pp > 1 or layout.cp > 1:
         return f"{layout.describe()} splits the model or its sequences over the ranks"
     if micro_batches > 1:
@@ -246,12 +253,25 @@ def find_noise_problem(layout: Layout, parallel: ParallelSpec, micro_batches: in
     return ""
 
 
-def check_noise_scale(stability: StabilitySpec, layout: Layout, parallel: ParallelSpec, micro_batches: int) -> None:
-    """Raise ConfigError if the recipe asks for a noise scale that cannot be measured."""
-    problem = find_noise_problem(layout, parallel, micro_batches) if stability.noise_scale_every else ""
+def check_noise_scale(
+    stability: StabilitySpec,
+    layout: Layout,
+    parallel: ParallelSpec,
+    micro_batches: int,
+    *,
+    compares_batch: bool = False,
+) -> None:
+    """Raise ConfigError if the recipe asks for a noise scale that :func:`find_noise_problem` excludes."""
+    if not stability.noise_scale_every:
+        return
+    problem = find_noise_problem(layout, parallel, micro_batches, compares_batch=compares_batch)
     if problem:
+        alternative = (
+            "compare inside a micro-batch, with objective.group,"
+            if compares_batch
+            else "use a train.micro_batch of half a rank's samples per step or less under a data-parallel layout,"
+        )
         raise ConfigError(
             f"stability.noise_scale_every = {stability.noise_scale_every}: {problem}",
-            fix="use a train.micro_batch of half a rank's samples per step or less under a data-parallel layout, or set"
-            " stability.noise_scale_every = 0",
+            fix=f"{alternative} or set stability.noise_scale_every = 0",
         )

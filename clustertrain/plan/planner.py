@@ -113,7 +113,11 @@ def plan(
     decision = decide(request) if spec.script is None else decide_for_script(request)
     if spec.script is None:
         checks.check_noise_scale(
-            spec.recipe.stability, decision.layout, spec.recipe.parallel, decision.batch.grad_accum
+            spec.recipe.stability,
+            decision.layout,
+            spec.recipe.parallel,
+            decision.batch.grad_accum,
+            compares_batch=spec.recipe.compares_batch,
         )
     lead_s, lead_reasons = _choose_signal_lead(job.time, profile.signal_lead_s)
     time = _estimate_time(spec, decision)

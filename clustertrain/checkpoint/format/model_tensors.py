@@ -19,7 +19,7 @@ def read_weights(path: Path) -> WeightFiles:
 
     Raises:
         NotFound: a file is missing.
-        ConfigError: a safetensors file is damaged, or the checkpoint has no model.
+        ConfigError: a safetensors file is damaged, or the checkpoint has no model, or one with adapters.
         CheckpointError: the checkpoint is not committed, or damaged.
     """
     if not is_checkpoint(path):
@@ -29,6 +29,12 @@ def read_weights(path: Path) -> WeightFiles:
     tensors = find_model_tensors(manifest)
     if not tensors:
         raise ConfigError(f"{path}: contains no model", fix="choose a checkpoint of a run that saved its model")
+    if manifest.about.get("adapter") and any(name.endswith(".lora_A") for name in tensors):
+        raise ConfigError(
+            f"{path}: contains a model with adapters, whose weights are apart from those of the base",
+            fix="start from its export with `clustertrain checkpoint export --merge`; or from the same base, with the "
+            "export of the adapter in adapter.init",
+        )
     return WeightFiles(path, manifest.files, tensors, {})
 
 

@@ -32,8 +32,14 @@ def check_adapter(recipe: Recipe) -> None:
             f"train.precision = 'fp8' and adapter.kind = {spec.kind!r}: adapted layers have no 8-bit matmuls: "
             "use train.precision = 'bf16'"
         )
-    if not recipe.model.entry:
-        find_targets(recipe)
+    if recipe.model.entry:
+        return
+    if recipe.model.kind == "convnet" and spec.base_precision != "unchanged":
+        raise ValueError(
+            f"adapter.base_precision = {spec.base_precision!r}: the layers of a convnet are convolutions, and only "
+            "Linear layers can be stored in fewer bits: remove it"
+        )
+    find_targets(recipe)
 
 
 def check_base(recipe: Recipe, tp: int) -> None:

@@ -69,6 +69,11 @@ def _check_data(recipe: Recipe) -> None:
         raise ValueError(f"data.seq_len = {data.seq_len} exceeds model.max_seq_len = {model.max_seq_len}")
     if recipe.data_kind == "pairs" and data.path == DIGITS and data.seq_len != DIGIT_HALF_PIXELS:
         raise ValueError(f"data.seq_len = {data.seq_len}: must be {DIGIT_HALF_PIXELS}, the pixels of half a digit")
+    if recipe.attends_in_documents and not model.entry and not model.is_decoder:
+        raise ValueError(
+            f"data.attention = 'document': a {model.kind} has no attention inside documents, only the decoder and a "
+            "model.entry may: remove data.attention"
+        )
     if data.augment.mixup and recipe.objective_kind != "cross-entropy":
         raise ValueError(
             f"data.augment.mixup mixes classes, which objective.kind = {recipe.objective_kind!r} does not have"
@@ -140,6 +145,11 @@ def _check_evaluation(recipe: Recipe) -> None:
         raise ValueError(
             "evaluation.save_predictions: NT-Xent compares samples with each other, and there is no prediction per "
             "sample: set it to 0"
+        )
+    if evaluation.save_predictions and recipe.objective_kind == "dpo":
+        raise ValueError(
+            "evaluation.save_predictions: DPO compares the log-probabilities of two answers, and there is no "
+            "prediction per sample: set it to 0"
         )
     for name in evaluation.metrics:
         if name not in available and not recipe.model.entry:

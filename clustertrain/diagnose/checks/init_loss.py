@@ -36,8 +36,8 @@ class ExpectedLoss:
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     """Measure the loss of a few batches without an optimizer step."""
-    if subject.recipe.model.init:
-        text = "the model starts from pretrained weights: the check pretrained measures their loss"
+    if subject.recipe.model.weight_files:
+        text = "the model starts from pretrained weights; for a decoder, the check pretrained measures their loss"
         return Finding(check="init-loss", verdict="skipped", text=text)
     losses, outputs = [], []
     with subject.with_overrides(data={"workers": 0}).trainer() as trainer, torch.no_grad():

@@ -21,8 +21,11 @@ PASS_BELOW, FAIL_ABOVE = 0.7, 0.95  # of ln V; small models of code or of rare l
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     """Measure the loss of a few batches without an optimizer step."""
     recipe = subject.recipe
-    if not recipe.model.init:
+    if not recipe.model.weight_files:
         return Finding(check="pretrained", verdict="skipped", text="model.init is not set: the weights are random")
+    if not recipe.model.is_decoder or recipe.objective_kind != "cross-entropy":
+        text = "the loss of random weights is known for the cross-entropy of the built-in decoder only"
+        return Finding(check="pretrained", verdict="skipped", text=text)
     losses = []
     with subject.with_overrides(data={"workers": 0}).trainer() as trainer, torch.no_grad():
         for i in range(BATCHES):

@@ -22,7 +22,7 @@ def lr_warnings(recipe: Recipe) -> list[str]:
     """
     name, lr = recipe.optim.name, recipe.optim.lr
     low, high = OPTIMIZERS[name].usual_lr
-    is_low = lr * MAX_LR_FACTOR < low and not recipe.model.init and not recipe.optim.freeze
+    is_low = lr * MAX_LR_FACTOR < low and not recipe.model.weight_files and not recipe.optim.freeze
     if lr <= high * MAX_LR_FACTOR and not is_low:
         return []
     factor = low / lr if is_low else lr / high

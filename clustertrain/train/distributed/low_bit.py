@@ -187,7 +187,7 @@ def configure(model_part: nn.Module, context: RankContext) -> None:
 def frozen_matrices(model: nn.Module) -> dict[str, FrozenLinear | FrozenEmbedding]:
     """Return this rank's modules that :func:`convert_base` has converted, by the names of their weights."""
     return {
-        f"{clean_fqn(name)}.weight": module
+        f"{clean_fqn(name)}.weight" if name else "weight": module
         for part in model_parts(model)
         for name, module in part.named_modules()
         if isinstance(module, FrozenLinear | FrozenEmbedding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
@@ -78,6 +78,13 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
         else:
             names[name] = rename(name) if rename is not None else name
     return PretrainedWeights(model, path.expanduser(), names, tied)
+
+
+def follow_replacements(
+    weights: Sequence[PretrainedWeights], replaced: Mapping[nn.Module, nn.Module]
+) -> list[PretrainedWeights]:
+    """Return ``weights`` with the module that now stands for each of ``replaced``."""
+    return [replace(w, model=replaced.get(w.model, w.model)) for w in weights]
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,11 @@ class Session:
             target_modules=target_modules,
             init=str(init),
         )
+        before = dict(model.named_modules())
         self._adapter = adapter_setup.add(model, spec, get_runtime(self).seed, rename)
+        # Frozen matrices in fewer bits are modules of their own, which may be parts with weights.
+        after = dict(model.named_modules())
+        self._pretrained = pretrained.follow_replacements(self._pretrained, {m: after[n] for n, m in before.items()})
         return model
 
     def parallelize(

@@ -42,15 +42,17 @@ def find_unit_name(name: str) -> str:
 class LayerStats:
     """Collector of layer statistics.
 
-    With ``parallel.compile``, it omits activations, because hooks would force recompilation.
+    With ``parallel.compile``, it omits activations, because hooks would force recompilation. Frozen matrices in 8 or 4
+    bits are not among the weights.
     """
 
     def __init__(self, model: nn.Module, context: RankContext) -> None:
         self._model = model
         self._context = context
         modules = [(clean_fqn(n), m) for part in model_parts(model) for n, m in part.named_modules()]
-        self._params = [(clean_fqn(n), p) for part in model_parts(model) for n, p in part.named_parameters()]
-        names = all_stage_fqns(model) or {n for n, _ in self._params}
+        params = [(clean_fqn(n), p) for part in model_parts(model) for n, p in part.named_parameters()]
+        names = all_stage_fqns(model) or {n for n, _ in params}
+        self._params = [(n, p) for n, p in params if p.is_floating_point()]
         self.units = sorted({find_unit_name(n) for n in names}, key=_natural_sort_key)
         self._counted_elsewhere = getattr(model, "counted_elsewhere", ())
         self._hooked_modules = [] if context.parallel.compile else [(n, m) for n, m in modules if n in self.units]

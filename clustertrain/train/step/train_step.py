@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -127,7 +127,7 @@ class TrainStep:
         model_positions = (
             self._to_device(list(samples)) if self._accepts_samples and samples else [None] * len(micro_batches)
         )
-        if noise is not None and (samples is None or self.find_noise_problem(len(micro_batches))):
+        if noise is not None and (samples is None or self.find_noise_problem(len(micro_batches), loss_fn)):
             noise = None
         run_passes = functools.partial(self._forward_backward, micro_batches, model_positions, is_padding, loss_fn)
         if self._emit_event is not None:
@@ -157,9 +157,11 @@ class TrainStep:
                 counts = torch.cat([counts, self._small_batch, num_samples.double()])
             return self._update(counts, clip, layer_stats)
 
-    def find_noise_problem(self, micro_batches: int) -> str:
+    def find_noise_problem(self, micro_batches: int, loss_fn: Loss) -> str:
         """Return why the noise scale cannot be measured in a step of ``micro_batches``; empty if it can."""
-        return checks.find_noise_problem(self._context.layout, self._context.parallel, micro_batches)
+        return checks.find_noise_problem(
+            self._context.layout, self._context.parallel, micro_batches, compares_batch=_compares_batch(loss_fn)
+        )
 
     @property
     def is_compile_untried(self) -> bool:
@@ -170,7 +172,7 @@ class TrainStep:
         self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Run the forward and backward passes; return the totals as :meth:`_accumulate` does."""
-        if isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group:
+        if _compares_batch(loss_fn):
             totals = self._whole_batch_passes(micro_batches, samples, is_padding, loss_fn, self._current_scale)
             data_parallel.check_no_unused_parameters(self._model)
             return totals
@@ -298,3 +300,8 @@ class TrainStep:
         from clustertrain.train.distributed import tensor_parallel
 
         return tensor_parallel.loss_context(self._context)
+
+
+def _compares_batch(loss_fn: Loss) -> TypeGuard[ContrastiveLoss]:
+    """Return whether ``loss_fn`` compares all samples of the global batch."""
+    return isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group

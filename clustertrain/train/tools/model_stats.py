@@ -8,6 +8,7 @@ step under FakeTensorMode; both are private APIs, used as they are in torch 2.13
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -28,6 +29,8 @@ from clustertrain.plan.cost.optimizer_state import state_bytes
 from clustertrain.plan.cost.user_model import ModelStats, ModuleStats
 from clustertrain.train.distributed import pipeline_stages, tensor_parallel
 from clustertrain.train.distributed.data_parallel import repeated_layers
+from clustertrain.train.distributed.low_bit import FrozenLinear
+from clustertrain.train.models import adapters
 from clustertrain.train.models.build import build_model, build_task, check_document_attention, find_model_loss
 from clustertrain.train.optim import param_info
 
@@ -83,7 +86,7 @@ def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
         for name, m in model.named_modules()
     )
     return ModelStats(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=_count_parameters(model),
         parameter_bytes=sum(p.nbytes for p in parameters),
         trainable=sum(p.numel() for p in trained),
         trainable_bytes=sum(p.nbytes for p in trained),
@@ -103,7 +106,10 @@ def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
 
 
 def _count_parameters(module: nn.Module, *, recurse: bool = True) -> int:
-    return sum(p.numel() for p in module.parameters(recurse))
+    """Return the number of parameters; of a matrix in 8 or 4 bits, that of its elements."""
+    packed = [m for m in (module.modules() if recurse else (module,)) if isinstance(m, FrozenLinear)]
+    elements = sum(math.prod(m.matrix_shape) - m.weight.numel() for m in packed)
+    return sum(p.numel() for p in module.parameters(recurse)) + elements
 
 
 def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest) -> ModelStats:
@@ -119,6 +125,8 @@ def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest
     model = task.model if task is not None else build_model(recipe.model, inspect_only=True)
     check_document_attention(recipe, model)
     find_model_loss(recipe, model)  # raises for recipe keys that it does not support
+    if recipe.adapter.is_enabled:
+        adapters.add_adapters(model, recipe.adapter, recipe.train.seed)
     stats = count_model(model, recipe.optim)
     check_split(model, split, recipe.parallel.split)
     if task is None or step is None:

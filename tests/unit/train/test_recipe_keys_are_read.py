@@ -78,8 +78,8 @@ def test_objective_keys_match_its_arguments(kind: ObjectiveKind) -> None:
     names = {"label_smoothing": "smoothing", **{key: key for key in own}}
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
     # DPO is for conversations and the built-in decoder.
-    chat = {"kind": "chat", "path": "x", "tokenizer": "x"}
-    subject = {"data": chat} if kind == "dpo" else {"model": {"entry": "a:b"}}
+    chat = {"data": {"kind": "chat", "path": "x", "tokenizer": "x"}}
+    subject: dict[str, Any] = chat if kind == "dpo" else {"model": {"entry": "a:b"}}
     recipe = msgspec.convert({**subject, "objective": {"kind": kind}}, Recipe)
     loss = losses.build_loss(recipe)
     arguments = vars(loss) if isinstance(loss, ContrastiveLoss) else getattr(loss, "keywords", {})

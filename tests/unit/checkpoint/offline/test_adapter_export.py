@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from clustertrain.checkpoint.format import adapter_files
+from clustertrain.checkpoint.format import adapter_files, model_tensors
 from clustertrain.checkpoint.offline.export import ExportRequest, export_checkpoint
 from clustertrain.config.adapter import AdapterSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.errors import UsageError
+from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.distributed import adapted_linear
 from clustertrain.train.models import adapters
 from clustertrain.train.models.decoder import Decoder
@@ -125,3 +125,11 @@ def test_merge_without_adapter_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 1, {"model": decoder(recipe_of())}, recipe=recipe_of())
     with pytest.raises(UsageError, match="has no adapter"):
         export_checkpoint(ExportRequest(folder, tmp_path / "out", merge=True))
+
+
+def test_adapted_model_is_no_start_of_another_run(tmp_path: Path) -> None:
+    recipe, spec = recipe_of(), SPECS["lora"]
+    folder = save_adapted(tmp_path, adapted(recipe, spec), recipe, spec)
+    with pytest.raises(ConfigError, match="contains a model with adapters") as e:
+        model_tensors.read_weights(folder)
+    assert "--merge" in str(e.value.fix)

@@ -49,6 +49,11 @@ def test_head_is_a_layer_unless_it_is_tied(tied: bool) -> None:
         ({}, {"optim": {"freeze": ["embed"]}}, "optim.freeze and adapter.kind = 'lora'"),
         ({}, {"optim": {"unfreeze": [{"step": 3, "modules": ["embed"]}]}}, "optim.unfreeze and adapter.kind"),
         ({}, {"train": {"precision": "fp8"}}, "train.precision = 'fp8' and adapter.kind"),
+        (
+            {"target_modules": ["head"], "base_precision": "nf4"},
+            {"model": {"kind": "convnet"}},
+            "the layers of a convnet are convolutions",
+        ),
         ({"rank": 0}, {}, "adapter.rank = 0: must be greater than 0"),
         ({"alpha": 0}, {}, "adapter.alpha = 0.0: must be greater than 0"),
         ({"target_modules": [""]}, {}, "adapter.target_modules: must name at least one module"),

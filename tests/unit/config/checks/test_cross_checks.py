@@ -167,3 +167,13 @@ def test_invalid_choice_lists_valid_ones(tables: dict[str, Any], fix: str) -> No
     with pytest.raises(ConfigError) as caught:
         recipe(**tables)
     assert str(caught.value.fix).startswith(fix) and ", ," not in str(caught.value.fix)
+
+
+def test_document_attention_of_a_convnet_and_predictions_of_dpo_are_refused() -> None:
+    data = {"kind": "custom", "entry": "a:b", "attention": "document"}
+    with pytest.raises(ConfigError, match="a convnet has no attention inside documents"):
+        build({"model": {"kind": "convnet"}, "data": data}, Recipe, "r.toml")
+    chat = {"kind": "chat", "path": "a", "tokenizer": "t", "validation": 0.1}
+    tables = {"objective": {"kind": "dpo"}, "data": chat, "evaluation": {"save_predictions": 3}}
+    with pytest.raises(ConfigError, match="save_predictions: DPO"):
+        build(tables, Recipe, "r.toml")

@@ -140,3 +140,16 @@ def test_selection_of_weights(tmp_path: Path) -> None:
 def test_contradictory_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelSpec(**keys)
+
+
+@pytest.mark.parametrize("adapters_first", [False, True])
+def test_part_in_fewer_bits_is_loaded(session: ct.Session, tmp_path: Path, adapters_first: bool) -> None:
+    model, path = Whole(), tmp_path / "projector.safetensors"
+    expected = write(path, model.projector)
+    if not adapters_first:
+        session.load_pretrained(model.projector, path)
+    session.add_adapters(model, ["decoder.layers.*.attention"], rank=2, base_precision="nf4")
+    if adapters_first:
+        session.load_pretrained(model.projector, path)
+    session.parallelize(model)
+    assert torch.equal(model.projector.weight, expected["weight"].bfloat16())

@@ -142,3 +142,15 @@ def test_update_ratio_of_a_large_parameter_is_sampled(session: ct.Session) -> No
     (after,) = model.parameters()
     ratio = ((after.detach() - before).norm() / before.norm()).item()
     assert result.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)
+
+
+def test_packed_matrices_are_no_weights(session: ct.Session) -> None:
+    model = session.parallelize(session.add_adapters(Net(), ["layers"], rank=2, base_precision="nf4"))
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    collector = LayerStats(model, get_runtime(session).context)
+    batch = (torch.ones(3, 4), torch.ones(3, 1))
+    rest = ("layers.0.bias", "layers.0.lora_A")  # B is zero
+    norm = torch.cat([p.detach().flatten() for n, p in model.named_parameters() if n in rest])
+    result = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
+    assert result.layers is not None
+    assert result.layers.to_dict()["weight_norm/layers.0"] == pytest.approx(norm.norm().item(), rel=1e-5)

@@ -15,6 +15,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import checks
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed.mesh import ProcessGroups
+from clustertrain.train.models.contrastive import ContrastiveLoss
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.noise_scale import NoiseScale
@@ -131,3 +132,11 @@ def test_layouts_without_two_batch_sizes_are_refused(
         return
     with pytest.raises(ConfigError, match=f"noise_scale_every = 10: .*{problem}"):
         checks.check_noise_scale(spec, layout, options, micro_batches)
+
+
+def test_loss_of_the_whole_batch_is_refused() -> None:
+    spec, layout = StabilitySpec(noise_scale_every=10), Layout()
+    with pytest.raises(ConfigError, match="compares all samples"):
+        checks.check_noise_scale(spec, layout, ParallelSpec(), 2, compares_batch=True)
+    step = make_step()
+    assert step.find_noise_problem(2, ContrastiveLoss()) and not step.find_noise_problem(2, ContrastiveLoss(group=2))

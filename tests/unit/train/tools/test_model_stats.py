@@ -222,3 +222,15 @@ def test_missing_mem_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "torch.distributed._tools.mem_tracker", None)
     counted = count("Net", micro_batch=2)
     assert "has no MemTracker" in counted.trace_error and math.isfinite(counted.parameters)
+
+
+def test_adapters_are_counted_with_their_frozen_base() -> None:
+    adapter = {"kind": "lora", "rank": 2, "target_modules": ["layers"], "base_precision": "nf4"}
+    recipe = build({"model": {"entry": "counted_nets:Net"}, "adapter": adapter}, Recipe, "recipe")
+    stats = model_stats.inspect_model(recipe, None, model_stats.SplitRequest())
+    adapters = 3 * 2 * 2 * (32 + 128)
+    assert stats.trainable == adapters and stats.state_bytes == 8 * adapters
+    plain = model_stats.inspect_model(
+        build({"model": {"entry": "counted_nets:Net"}}, Recipe, "recipe"), None, model_stats.SplitRequest()
+    )
+    assert stats.parameters == plain.parameters + adapters and stats.parameter_bytes < plain.parameter_bytes
