@@ -87,9 +87,10 @@ def _shrink_model(subject: Subject) -> Subject:
     heads = 2 if spec.kv_heads == spec.heads else 4
     return subject.with_overrides(
         model={
-            "preset": "", "dim": 32, "heads": heads, "kv_heads": 2, "layers": min(spec.layers, 2), "ffn_dim": 64,
-            "vocab_size": spec.vocab_size,
+            "preset": "", "init": "", "dim": 32, "heads": heads, "kv_heads": 2, "head_dim": 0,
+            "layers": min(spec.layers, 2), "ffn_dim": 64, "vocab_size": spec.vocab_size,
         },
+        adapter={"rank": min(subject.recipe.adapter.rank, 8)},  # the smallest matrix has 16 rows
         data={"seq_len": min(subject.recipe.data.seq_len, 32)},
     )  # fmt: skip
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.diagnose.checks import gradients
 from clustertrain.diagnose.checks.float64_mode import force_float64
+from clustertrain.diagnose.subject import Subject
+from clustertrain.plan.layout import Batch
+from clustertrain.run.run_dir import RunDir
 
 
 class Square(torch.autograd.Function):
@@ -76,3 +82,11 @@ def test_force_float64_overrides_narrower_dtypes() -> None:
         tensors = (x, x.float(), x.to(torch.float32), torch.zeros(1, dtype=torch.float32), x.half())
         assert {t.dtype for t in tensors} == {torch.float64}
     assert torch.ones(1).dtype == torch.float32
+
+
+def test_fine_tune_of_a_large_model_is_checked_on_a_small_random_one() -> None:
+    model = {"init": "/weights", "dim": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    recipe = build({"model": model, "adapter": {"kind": "lora", "rank": 64}}, Recipe, "recipe")
+    subject = Subject(recipe, Batch(), RunDir(Path("nowhere")), torch.device("cpu"))
+    small = gradients._shrink_model(subject).recipe
+    assert (small.model.init, small.model.dim, small.adapter.rank) == ("", 32, 8)
