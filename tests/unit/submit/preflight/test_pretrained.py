@@ -50,7 +50,7 @@ def test_weights_of_parts_are_noted(tmp_path: Path, weights: Path) -> None:
     assignment = 'model.init_parts={tower="weights", decoder="weights/model.safetensors"}'
     prepared = prepare(SubmitRequest(cwd=tmp_path, assignments=("model.entry=nets:make", assignment)))
     note = f"weights: 14 tensors from {weights} for tower; 14 tensors from {weights}/model.safetensors for decoder"
-    assert pretrained.check_pretrained(prepared) == note
+    assert pretrained.check_pretrained(prepared) == f"{note}; the ranks compare them with the model's"
 
 
 def test_torn_or_missing_weights_are_refused(tmp_path: Path, weights: Path) -> None:
