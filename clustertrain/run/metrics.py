@@ -7,7 +7,7 @@ Each row has ``step`` (completed optimizer steps) and ``t`` (end of the step, UT
 - ``loss``, ``lr``, and the scalars that the user logs
 - ``grad_norm`` (before clipping), ``clipped`` (0 or 1), ``clip_fraction`` (of the last 100 steps)
 - ``noise_scale``: gradient noise scale in samples, every ``stability.noise_scale_every`` steps
-- ``generalization_gap``, in the row of an evaluation: validation loss minus the mean training loss since the one before
+- ``generalization_gap``, in the row of an evaluation: validation loss minus the step's training loss
 - ``skipped``, ``spike``: 1 if the step was skipped or is a spike; ``bad_samples``: a description of its samples
 - ``step_s``: without evaluation and checkpoints
 - ``tokens_per_s``, or ``samples_per_s`` for data without tokens: of all ranks

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 
-GAP_COLUMN = "generalization_gap"  # validation loss - mean training loss since the evaluation before
+GAP_COLUMN = "generalization_gap"  # validation loss - training loss of the same step
 VALIDATION_LOSS = f"{VALIDATION_PREFIX}loss"
 FIRST_STEPS = 20  # steps that give the loss at the start of the run
 WINDOW_STEPS = 50
@@ -41,7 +41,11 @@ class _Evaluation(NamedTuple):
 
 
 class LossTrend:
-    """Rows of one attempt. A resumed attempt does not know the loss at the start, so it reports only the gap."""
+    """Rows of one attempt. A resumed attempt does not know the loss at the start, so it reports only the gap.
+
+    Findings compare the validation loss with the mean training loss since the evaluation before. The column uses the
+    step's own loss, so that a resumed run writes the same rows.
+    """
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -52,12 +56,12 @@ class LossTrend:
         self._since_evaluation: list[float] = []
         self._evaluations: deque[_Evaluation] = deque(maxlen=max(GAP_EVALUATIONS + 1, LEVEL_EVALUATIONS))
 
-    def add_gap(self, row: dict[str, Any]) -> None:
+    @staticmethod
+    def add_gap(row: dict[str, Any]) -> None:
         """Add the generalization gap to the row of an evaluation, before the row is written."""
         loss, validation = _as_finite(row.get("loss")), _as_finite(row.get(VALIDATION_LOSS))
-        losses = [*self._since_evaluation, *([loss] if loss is not None else [])]
-        if validation is not None and losses:
-            row[GAP_COLUMN] = validation - statistics.fmean(losses)
+        if validation is not None and loss is not None:
+            row[GAP_COLUMN] = validation - loss
 
     def observe(self, row: Mapping[str, Any]) -> Iterator[Finding]:
         """Yield what the row of a step adds to the course of the loss."""
@@ -74,9 +78,9 @@ class LossTrend:
             self._last_lr = lr
         if self._is_course_known():
             yield from self._judge_course()
-        validation, gap = _as_finite(row.get(VALIDATION_LOSS)), _as_finite(row.get(GAP_COLUMN))
-        if validation is not None and gap is not None:
-            self._evaluations.append(_Evaluation(validation - gap, validation))
+        validation = _as_finite(row.get(VALIDATION_LOSS))
+        if validation is not None and self._since_evaluation:
+            self._evaluations.append(_Evaluation(statistics.fmean(self._since_evaluation), validation))
             self._since_evaluation.clear()
             yield from self._judge_evaluations()
 
