@@ -138,9 +138,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     are supported. For another model, safetensors with the names of its ``state_dict()``. For every model, a checkpoint:
     RUN (the newest one), ``"RUN@best"``, ``"RUN@STEP"`` or its folder, which sets the sizes too."""
     init_parts: dict[str, str] = {}
-    """Weights of parts of an entry's model: a folder or ``.safetensors`` file for each module, such as
-    ``{tower = "weights/tower"}``, with the tensor names of that module or, for a built-in decoder, of Hugging Face.
-    Other modules are initialized as usual."""
+    """Weights of parts of an entry's model, by module, such as ``{tower = "weights/tower"}``: a checkpoint, named as in
+    ``init``, or safetensors with the tensor names of that module or, for a built-in decoder, of Hugging Face. Other
+    modules are initialized as usual."""
     entry: str = ""
     """Function that builds your model, as ``"package.module:function"``. It is called with ``args`` and returns the
     ``torch.nn.Module`` to train. Empty: the built-in model of ``kind``."""

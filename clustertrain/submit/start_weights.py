@@ -9,8 +9,6 @@ from typing import Any
 from clustertrain.config.huggingface import families
 from clustertrain.errors import AmbiguousName, NotFound
 
-_OTHER_KINDS = ("convnet", "two-tower")
-
 
 def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     """Return a recipe's document with absolute paths of its weights, and the sizes of ``model.init`` in ``[model]``.
@@ -26,21 +24,28 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     model = document.get("model")
     if not isinstance(model, dict):
         return dict(document)
-    if model.get("init_parts"):
-        return families.apply_init(document, cwd)
+    parts = model.get("init_parts")
+    if isinstance(parts, dict) and all(isinstance(part, str) and part for part in parts.values()):
+        absolute = {name: str(_resolve(part, f"model.init_parts.{name}", cwd)) for name, part in parts.items()}
+        model = {**model, "init_parts": absolute}
+        document = {**document, "model": model}
     if not isinstance(model.get("init"), str) or not model["init"]:
         return dict(document)
     # Not at the top: most runs start from random weights, and these import NumPy.
     from clustertrain.checkpoint.format import model_tensors
     from clustertrain.checkpoint.offline import start_weights
 
-    try:
-        path = start_weights.resolve_weights(model["init"], cwd)
-    except (NotFound, AmbiguousName) as e:
-        raise type(e)(f"model.init = {e.message}", fix=e.fix) from e
+    path = _resolve(model["init"], "model.init", cwd)
     resolved = {**document, "model": {**model, "init": str(path)}}
     if model_tensors.is_checkpoint(path):
         return families.apply_model_table(resolved, start_weights.read_model_table(path), path)
-    if model.get("entry") or model.get("kind") in _OTHER_KINDS:
-        return resolved
     return families.apply_init(resolved, cwd)
+
+
+def _resolve(text: str, key: str, cwd: Path) -> Path:
+    from clustertrain.checkpoint.offline import start_weights
+
+    try:
+        return start_weights.resolve_weights(text, cwd)
+    except (NotFound, AmbiguousName) as e:
+        raise type(e)(f"{key} = {e.message}", fix=e.fix) from e

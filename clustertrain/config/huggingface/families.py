@@ -66,7 +66,7 @@ _UNSUPPORTED_FAMILIES = {
 
 
 def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and absolute paths of weights.
+    """Return a recipe's document with the sizes of ``model.init`` in ``[model]``, and its path made absolute.
 
     ``model.init`` is a file or folder of transformers. A file that has no ``config.json`` beside it leaves the sizes to
     the document, as does a model other than the decoder.
@@ -76,16 +76,14 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         ConfigError: the configuration is not supported, or the preset or a key of the document contradicts it.
     """
     model = document.get("model")
-    if not isinstance(model, dict):
+    if not isinstance(model, dict) or not isinstance(model.get("init"), str) or not model["init"]:
         return dict(document)
-    parts = model.get("init_parts")
-    if isinstance(parts, dict) and all(isinstance(part, str) and part for part in parts.values()):
-        absolute = {name: str(_find_weights(part, f"model.init_parts.{name}", cwd)) for name, part in parts.items()}
-        model = {**model, "init_parts": absolute}
-        document = {**document, "model": model}
-    if not isinstance(model.get("init"), str) or not model["init"]:
-        return dict(document)
-    path = _find_weights(model["init"], "model.init", cwd)
+    path = cwd / settings.expand_user_path(model["init"], "model.init")
+    if not path.exists():
+        raise NotFound(
+            f"model.init = {model['init']!r}: no such file or folder",
+            fix="check the path; this machine and every node must see it",
+        )
     is_decoder = not model.get("entry") and model.get("kind", "decoder") == "decoder"
     if not is_decoder or (path.is_file() and not (path.parent / CONFIG_FILE).exists()):
         return {**document, "model": {**model, "init": str(path)}}
@@ -95,15 +93,6 @@ def apply_init(document: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     _check_agreement(folder, table, PRESETS.get(preset, {}), f"model.preset = {preset!r}")
     _check_agreement(folder, table, model, "the recipe")
     return {**document, "model": {**table, **model, "init": str(path)}}
-
-
-def _find_weights(text: str, key: str, cwd: Path) -> Path:
-    path = cwd / settings.expand_user_path(text, key)
-    if not path.exists():
-        raise NotFound(
-            f"{key} = {text!r}: no such file or folder", fix="check the path; this machine and every node must see it"
-        )
-    return path
 
 
 def apply_model_table(document: Mapping[str, Any], table: Mapping[str, Any], source: Path) -> dict[str, Any]:

@@ -5,8 +5,6 @@ It is a separate process because it imports torch and the user's code.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import traceback
 from typing import Any
@@ -17,6 +15,7 @@ from clustertrain.errors import ClusterTrainError
 from clustertrain.train.data.datasets import build_datasets
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.data.streams.source import StreamSource
+from clustertrain.train.tools import json_process
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:
@@ -40,13 +39,5 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def main() -> int:
-    # Send the user's prints to stderr, so that stdout has only the document.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(json.dumps(handle_request(json.loads(sys.argv[1]))), file=out, flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(json_process.run(handle_request))

@@ -7,9 +7,7 @@ step under FakeTensorMode; both are private APIs, used as they are in torch 2.13
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 import traceback
 from collections import Counter
@@ -33,6 +31,7 @@ from clustertrain.train.distributed.low_bit import FrozenLinear
 from clustertrain.train.models import adapters
 from clustertrain.train.models.build import build_model, build_task, check_document_attention, find_model_loss
 from clustertrain.train.optim import param_info
+from clustertrain.train.tools import json_process
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,13 +161,5 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def main() -> int:
-    # Send the user's prints to stderr, so that stdout has only the document.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(json.dumps(handle_request(json.loads(sys.argv[1]))), file=out, flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(json_process.run(handle_request))

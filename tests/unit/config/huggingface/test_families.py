@@ -146,11 +146,6 @@ def test_weights_of_other_models_set_no_sizes(tmp_path: Path) -> None:
     for model in ({"kind": "convnet"}, {"entry": "nets:Net"}):
         document = families.apply_init({"model": {**model, "init": "weights"}}, tmp_path)
         assert document["model"] == {**model, "init": str(tmp_path / "weights")}
-    parts = {"model": {"entry": "nets:Net", "init_parts": {"tower": "weights"}}}
-    document = families.apply_init(parts, tmp_path)
-    assert document["model"]["init_parts"] == {"tower": str(tmp_path / "weights")}
-    with pytest.raises(NotFound, match=r"model\.init_parts\.decoder = 'nowhere'"):
-        families.apply_init({"model": {"entry": "nets:Net", "init_parts": {"decoder": "nowhere"}}}, tmp_path)
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
