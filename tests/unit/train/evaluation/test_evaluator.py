@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -56,15 +55,6 @@ class Net(nn.Module):
 
 def sum_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(output, target, reduction="sum"), len(target)
-
-
-@pytest.fixture
-def session() -> Iterator[ct.Session]:
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    with ct.session(device="cpu") as opened:
-        yield opened
-    torch.set_num_threads(threads)
-    torch.set_rng_state(generator)
 
 
 @pytest.fixture

@@ -71,15 +71,6 @@ class TwoTowers(nn.Module):
         self.text, self.image = Tower(2), Tower(4)
 
 
-@pytest.fixture
-def session() -> Iterator[ct.Session]:
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    with ct.session(device="cpu") as opened:
-        yield opened
-    torch.set_num_threads(threads)
-    torch.set_rng_state(generator)
-
-
 def depths(model: nn.Module, *names: str) -> list[int | None]:
     table = build_param_table(model).by_name
     return [table[name].depth for name in names]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,6 @@ from clustertrain.train.core.step_timer import STEP_PARTS
 from clustertrain.train.profiling.profiler import Profiler
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def session() -> Iterator[ct.Session]:
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    with ct.session(device="cpu") as opened:
-        yield opened
-    torch.set_num_threads(threads)
-    torch.set_rng_state(generator)
 
 
 def train_profiled(session: ct.Session, profiler: Profiler, steps: range) -> None:

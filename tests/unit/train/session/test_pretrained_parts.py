@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from clustertrain.train.session import pretrained
 from clustertrain.train.trainer import load_weights
 
 TEXT = ModelSpec(dim=16, layers=1, heads=2, kv_heads=2, vocab_size=8)
-
-
-@pytest.fixture
-def session() -> Iterator[ct.Session]:
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    with ct.session(device="cpu") as opened:
-        yield opened
-    torch.set_num_threads(threads)
-    torch.set_rng_state(generator)
 
 
 class Whole(nn.Module):

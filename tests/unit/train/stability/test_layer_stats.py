@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,15 +17,6 @@ from clustertrain.train.stability.layer_stats import MAX_SAMPLED_ELEMENTS, Layer
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.step_guard import StepGuard
 from tests.unit.train.single_process import ALONE
-
-
-@pytest.fixture
-def session() -> Iterator[ct.Session]:
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    with ct.session(device="cpu") as opened:
-        yield opened
-    torch.set_num_threads(threads)
-    torch.set_rng_state(generator)
 
 
 class Net(nn.Module):

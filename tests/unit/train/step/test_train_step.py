@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,15 +25,6 @@ class Numbers:
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((FEATURES,), float(i)), torch.tensor([float(i)])
-
-
-@pytest.fixture
-def session() -> Iterator[ct.Session]:
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    with ct.session(device="cpu") as opened:
-        yield opened
-    torch.set_num_threads(threads)
-    torch.set_rng_state(generator)
 
 
 def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
