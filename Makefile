@@ -41,7 +41,7 @@ EMULATED := -n 2 --dist loadgroup --device cuda -m 'emulated and not long or ran
 # A shell starts what it runs in the background with SIGINT ignored.
 BESIDE := env --default-signal=INT,QUIT
 
-test: setup test-packages ## every kind of test, those on a real Slurm included; within 20 minutes on two cores
+test: setup test-packages ## every kind of test, those on a real Slurm included; the goal is 20 minutes on two cores
 test: TIER = and not extended
 
 test-all: setup test-packages ## every test; an hour. CI runs these

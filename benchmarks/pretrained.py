@@ -1,8 +1,8 @@
 """Loading pretrained weights into FSDP shards, against Transformers, DCP's reader of the same files, and a raw read.
 
-The files are those of a Llama in bf16, in several safetensors files, and not in memory. Each loader fills the same
-shards, which are compared. All run in the same processes, in rounds with changing order, and are compared within a
-round.
+The weights are a Llama in bf16, in several safetensors files that are not in the page cache. Each loader fills the
+same shards, and the benchmark compares them. All run in the same processes, in rounds with changing order, and are
+compared within a round.
 
 raw read          each rank reads as many bytes as its share, into existing memory
 clustertrain      session.load_pretrained's loader: each rank reads the ranges of its shards
@@ -72,7 +72,7 @@ def save_model(folder: Path, layers: int) -> None:
 
 
 class Loaders:
-    """All loaders, by name. Each returns the local shards, by parameter name, and the seconds of the slowest rank."""
+    """All loaders, by name. Each fills the shards of a model."""
 
     def __init__(self, team: Team, folder: Path, layers: int) -> None:
         self._team, self._folder, self._layers = team, folder, layers

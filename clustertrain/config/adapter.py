@@ -35,7 +35,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Patterns of module names: each Linear layer that matches, or is inside a module that matches, gets an adapter.
     The default fits the built-in transformers."""
     base_precision: BasePrecision = "unchanged"
-    """Format of the frozen matrices of the repeated layers. ``"unchanged"``: that of the model; fp32 in built-in
+    """Format of the frozen matrices of the repeated layers. ``"unchanged"``: the model's own; fp32 in built-in
     models. ``"bf16"``: 2 bytes per weight. ``"int8"``: 8 bits per weight, and ``"nf4"``: 4 bits (QLoRA, Dettmers et
     al., arXiv 2305.14314), both with a scale of 4 bytes for every 64 weights of a row. Unless ``"unchanged"``,
     embedding and head are in bf16."""

@@ -47,7 +47,7 @@ def paragraphs(docstring: str) -> str:
             lines.append(f"  {line.strip()}" if lines and lines[-1].startswith(("- ", "  ")) else line.strip())
         else:
             in_section = in_section and not line.strip()
-            lines.append(line)
+            lines.append(re.sub(r"::$", ":", line))  # of a code block, which Markdown also indents
     return "\n".join(lines)
 
 

@@ -42,8 +42,30 @@ def _member_parts(owner: str, name: str, member: object) -> Iterator[str]:
         yield _docstring(member)
 
 
+class _Text:
+    """Something that a signature shows without quotes: an annotation, or the name of a class."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def _signature(function: object) -> str:
-    return str(inspect.signature(function)).replace("'", "")  # type: ignore[arg-type]
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    parameters = [p.replace(annotation=_unquote(p.annotation), default=_name(p)) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=_unquote(signature.return_annotation)))
+
+
+def _unquote(annotation: object) -> object:
+    return _Text(annotation) if isinstance(annotation, str) else annotation
+
+
+def _name(parameter: inspect.Parameter) -> object:
+    """Return the default of a parameter; a class by its name."""
+    default = parameter.default
+    return _Text(default.__qualname__) if isinstance(default, type) and default is not parameter.empty else default
 
 
 def _docstring(thing: object) -> str:

@@ -153,7 +153,7 @@ class Session:
         then reads only its own part of the weights. They are converted to the model's dtypes. Nothing is read if the
         run resumes from a checkpoint. Collective.
 
-        Call it once for each part that was trained apart; other modules are initialized as usual::
+        Call it once for each separately trained part; other modules are initialized as usual::
 
             session.load_pretrained(model.tower, "weights/tower")
             session.load_pretrained(model.decoder, "weights/text")
