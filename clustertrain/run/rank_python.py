@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from clustertrain import fsio, reading
 from clustertrain.run.run_dir import RunDir
@@ -39,10 +41,10 @@ def list_packages(folders: Sequence[str], names: Collection[str] | None = None) 
         for entry in sorted(_list_folder(folder)):
             stem, _, suffix = entry.rpartition(".")
             name, _, version = stem.partition("-")
-            key = name.lower().replace("_", "-").replace(".", "-")
+            key = re.sub(r"[-_.]+", "-", name).lower()  # PEP 503
             is_wanted = names is None or key in names
             if suffix in ("dist-info", "egg-info") and version and is_wanted and key not in packages:
-                packages[key] = version + _find_origin(Path(folder, entry, _ORIGIN_FILE))
+                packages[key] = version.partition("-py")[0] + _find_origin(Path(folder, entry, _ORIGIN_FILE))
     return dict(sorted(packages.items()))
 
 
@@ -67,8 +69,11 @@ def _find_origin(path: Path) -> str:
 
 
 def _without_credentials(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return ""
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def load_newest(run: RunDir) -> dict[str, Any]:

@@ -5,7 +5,6 @@ An existing MLflow run is found by its id in the state, or by a tag with our run
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -136,21 +135,26 @@ class MLflow:
         self._save_state(self._last_step)
 
     def close(self, ending: str | None) -> None:
-        if ending == "completed" and self._metadata.spec.log_model != "none":
-            self._register_model(self._metadata.spec.log_model)
-        if ending is not None:
-            self._client.set_terminated(self._run_id, _STATUS.get(ending, "KILLED"))
+        try:
+            if ending == "completed" and self._metadata.spec.log_model != "none":
+                self._register_model(self._metadata.spec.log_model)
+        finally:  # the run has ended, whether its model could be logged or not
+            if ending is not None:
+                self._client.set_terminated(self._run_id, _STATUS.get(ending, "KILLED"))
 
     def _register_model(self, which: Literal["best", "last"]) -> None:
         """Upload the model's files and register them as a new version, unless a version of this run exists."""
-        name = _sanitize_name(self._metadata.project or self._metadata.name)
+        name = _sanitize_name(self._metadata.project or self._metadata.name).replace("/", "_")  # refused in a model's
         if any(v.run_id == self._run_id for v in self._client.search_model_versions(f"name='{name}'")):
             return
         with exported_model(self._clustertrain_run, which, self.name) as model:
             self._client.log_artifacts(self._run_id, str(model.folder), MODEL_FOLDER)
             tags = {"clustertrain.run": self._metadata.run, "clustertrain.step": str(model.step)}
-        with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # it exists
+        try:
             self._client.create_registered_model(name)
+        except self._mlflow.exceptions.MlflowException as e:
+            if e.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         source = f"{self._client.get_run(self._run_id).info.artifact_uri}/{MODEL_FOLDER}"
         self._client.create_model_version(name, source, self._run_id, tags=tags)
 

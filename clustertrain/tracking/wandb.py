@@ -24,6 +24,7 @@ from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
 
 INIT_TIMEOUT_S = 60  # for the server's first response
+MAX_ARTIFACT_NAME = 128  # characters, the limit of W&B
 
 
 class Wandb:
@@ -93,13 +94,18 @@ class Wandb:
         if ending != "completed" or which == "none":
             self._finish(ending, None)
             return
-        with exported_model(self._clustertrain_run, which, self.name) as model:
-            self._finish(ending, model)
+        try:
+            with exported_model(self._clustertrain_run, which, self.name) as model:
+                self._finish(ending, model)
+        except Exception:
+            if self._run is not None:  # the run has ended, whether its model could be logged or not
+                self._finish(ending, None)
+            raise
 
     def _finish(self, ending: str | None, model: ModelFiles | None) -> None:
         """Finish the run after the upload of ``model``; W&B reads its files until then."""
         if model is not None:
-            name = re.sub(r"[^\w.-]", "_", self._metadata.project or self._metadata.name)
+            name = re.sub(r"[^A-Za-z0-9_.-]", "_", self._metadata.project or self._metadata.name)[:MAX_ARTIFACT_NAME]
             artifact = self._wandb.Artifact(name, type="model", metadata={"step": model.step})
             artifact.add_dir(str(model.folder))
             self._run.log_artifact(artifact)

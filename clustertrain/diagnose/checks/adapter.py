@@ -33,8 +33,11 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         with without_adapters():
             base = _float_outputs(model_output(trainer, batch))
         on_progress(1, 1)
-    largest = max(float(t.abs().max()) for t in base)
-    difference = max(float((a - b).abs().max()) for a, b in zip(adapted, base, strict=True))
+    if not any(t.any() for t in base):
+        text = "the model returns no floating-point values other than 0, so a difference could not show"
+        return Finding(check="adapter", verdict="skipped", text=text)
+    largest = _largest(base)
+    difference = _largest([a - b for a, b in zip(adapted, base, strict=True)])
     tolerance = (HALF_TOLERANCE if subject.recipe.train.precision in ("bf16", "fp16") else TOLERANCE) * largest
     evidence = {"layers": layers, "largest_output": largest, "largest_difference": difference, "tolerance": tolerance}
     rows = [("layers", str(layers)), ("difference", f"{difference:.2g} of outputs up to {largest:.3g}")]
@@ -65,6 +68,11 @@ def without_adapters() -> Iterator[None]:
         yield
     finally:
         AdaptedLayer.forward = original  # type: ignore[method-assign]
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    """Return the largest absolute value; NaN if there is one."""
+    return float(torch.stack([t.abs().max() for t in tensors if t.numel()]).max())
 
 
 def _float_outputs(output: Any) -> list[torch.Tensor]:

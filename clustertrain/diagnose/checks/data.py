@@ -47,19 +47,16 @@ class SampleStats:
     """Number of samples by types and shapes of inputs and target."""
     labels: list[torch.Tensor] = field(default_factory=list)
     """The integer targets."""
-    float_moments: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Number, sum and sum of squares of the floating-point inputs that are finite."""
+    float_moments: tuple[int, float, float] = (0, 0.0, 0.0)
+    """Number, mean and sum of squared deviations from the mean, of the floating-point inputs that are finite."""
     target_hashes: dict[str, set[str]] = field(default_factory=dict)
     """Hashes of the targets by hash of the inputs."""
 
     @property
     def float_scale(self) -> tuple[float, float] | None:
         """Return mean and standard deviation of the floating-point inputs; None without any."""
-        count, total, squares = self.float_moments
-        if not count:
-            return None
-        mean = total / count
-        return mean, math.sqrt(max(0.0, squares / count - mean**2))
+        count, mean, squares = self.float_moments
+        return (mean, math.sqrt(squares / count)) if count else None
 
     @property
     def duplicates(self) -> int:
@@ -136,8 +133,8 @@ def add_sample(stats: SampleStats, index: int, sample: Any) -> None:
     for t in tensors:
         if t.is_floating_point():
             finite = t.double()[torch.isfinite(t)]
-            moments = (finite.numel(), float(finite.sum()), float(finite.square().sum()))
-            stats.float_moments = [a + b for a, b in zip(stats.float_moments, moments, strict=True)]
+            if finite.numel():
+                stats.float_moments = _merge_moments(stats.float_moments, finite)
     if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in (*tensors, *_as_tensors(target))):
         stats.non_finite.append(index)
     shapes = (
@@ -198,6 +195,15 @@ def _infer_classes(subject: Subject, dataset: Any) -> int | None:
         return infer_num_classes(model_output(trainer, batch), batch[1])
 
 
+def _merge_moments(moments: tuple[int, float, float], values: torch.Tensor) -> tuple[int, float, float]:
+    """Return the moments of both (Chan et al., 1979). Sums of squares would cancel for a mean far from 0."""
+    count, mean, squares = moments
+    own_count, own_mean = values.numel(), float(values.mean())
+    total, delta = count + own_count, own_mean - mean
+    own_squares = float((values - own_mean).square().sum())
+    return total, mean + delta * own_count / total, squares + own_squares + delta * delta * count * own_count / total
+
+
 def assess_values(stats: SampleStats, dataset: Any, *, has_unique_target: bool = True) -> list[Note]:
     """Return notes on NaN, Inf, duplicates and, if each input has one right target, inputs with several targets."""
     notes: list[Note] = []
@@ -221,7 +227,8 @@ def assess_scale(stats: SampleStats) -> list[Note]:
     if stats.float_scale is None:
         return []
     mean, deviation = stats.float_scale
-    if deviation == 0 or (abs(mean) <= MAX_INPUT_SCALE and 1 / MAX_INPUT_SCALE <= deviation <= MAX_INPUT_SCALE):
+    is_centered = abs(mean) <= MAX_INPUT_SCALE
+    if is_centered and (deviation == 0 or 1 / MAX_INPUT_SCALE <= deviation <= MAX_INPUT_SCALE):
         return []  # inputs that are all equal have a note of their own
     text = f"the inputs have mean {mean:.3g} and standard deviation {deviation:.3g}: they are not normalized"
     fix = "subtract the mean and divide by the standard deviation in the dataset, unless the model does it"

@@ -47,8 +47,6 @@ class RankParams:
     """Bytes of the output layer's weight that autocast casts."""
     unpacked: float = 0.0
     """Bytes of a frozen matrix while it is unpacked for a product."""
-    unpacked_head: float = 0.0
-    """The same of the output layer."""
 
 
 def count_params(
@@ -130,5 +128,4 @@ def _count_adapted(
         cached_block=casts * block,
         cast_head=0.0 if adapter.is_stored_apart else casts * table,
         unpacked=max(adapter.unpack_bytes(model, tp, compute), adapter.norm_bytes(model, tp) - backward),
-        unpacked_head=compute * table if adapter.is_stored_apart and compute > adapter.table_bytes else 0.0,
     )

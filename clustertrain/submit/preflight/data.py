@@ -137,10 +137,10 @@ def _check_saved_tokens(folder: Path, label: str, recipe: Recipe) -> None:
     saved_datasets.list_arrow_files(folder, key)
     if not extras.is_installed("pyarrow"):
         return
-    from clustertrain.config.parsing.saved_tokens import iter_token_rows  # numpy, slower than the rest of the commands
+    from clustertrain.config.parsing.saved_tokens import iter_token_rows  # not at the top: NumPy is slow
 
-    first = next(iter_token_rows(folder, key), None)
-    if first is None or not len(first.ends):
+    first = next((rows for rows in iter_token_rows(folder, key) if len(rows.ends)), None)
+    if first is None:
         raise ConfigError(f"{label}: no rows", fix="choose a data set with rows")
     largest = int(first.ids.max()) if len(first.ids) else 0
     if not recipe.model.entry and largest >= recipe.model.vocab_size:

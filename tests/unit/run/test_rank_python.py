@@ -31,13 +31,21 @@ def test_unreadable_folder_on_sys_path_is_ignored(tmp_path: Path, monkeypatch: p
 
 
 def test_first_version_counts_and_origins_are_named_without_passwords(tmp_path: Path) -> None:
-    for name in ("a/Big_Tool-1.0.dist-info", "b/big_tool-2.0.dist-info", "b/mine-0.1.dist-info", "b/old-3.egg-info"):
+    for name in (
+        "a/Big_Tool-1.0.dist-info",
+        "b/big_tool-2.0.dist-info",
+        "b/mine-0.1.dist-info",
+        "b/old-3-py3.11.egg-info",
+        "b/path__x-1.dist-info",
+    ):
         (tmp_path / name).mkdir(parents=True)
     origin = {"url": "https://me:secret@host/mine.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}
     (tmp_path / "b/mine-0.1.dist-info/direct_url.json").write_text(json.dumps(origin))
-    (tmp_path / "b/old-3.egg-info/direct_url.json").write_text("no JSON")
+    (tmp_path / "b/old-3-py3.11.egg-info/direct_url.json").write_text("no JSON")
+    (tmp_path / "b/path__x-1.dist-info/direct_url.json").write_text(json.dumps({"url": "file:///home/a@b/x"}))
     folders = [str(tmp_path / "a"), str(tmp_path / "b")]
     expected = {"big-tool": "1.0", "mine": "0.1 from https://host/mine.git@abc123", "old": "3"}
+    expected["path-x"] = "1 from file:///home/a@b/x"
     assert rank_python.list_packages(folders) == expected
     assert rank_python.list_packages(folders, ("old",)) == {"old": "3"}
 

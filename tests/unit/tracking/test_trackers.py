@@ -435,3 +435,21 @@ def test_missing_checkpoint_is_an_error_of_the_tracker_alone(tmp_path: Path) -> 
     write(run, 1, 1, 3)
     (error,) = upload(run, "wandb")
     assert "no checkpoint records a value" in error and len(READ["wandb"](run)) == 3
+
+
+def test_mlflow_run_without_its_model_is_finished(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = make_tracked_run(tmp_path, "mlflow", log_model="best")
+    write(run, 1, 1, 3)
+    (error,) = upload(run, "mlflow")
+    assert "no checkpoint records a value" in error
+    client = MlflowClient(f"sqlite:///{run.tracking}/mlflow.db")
+    (found,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert found.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize(("name", "project"), [("mlflow", "team/words: v2"), ("wandb", "wörter")])
+def test_project_with_characters_that_no_model_may_have(tmp_path: Path, name: str, project: str) -> None:
+    run = run_with_checkpoint(tmp_path, name, log_model="last", project=project)
+    assert upload(run, name) == []
