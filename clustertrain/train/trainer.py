@@ -214,9 +214,7 @@ def compute_reference(trainer: Trainer, recipe: Recipe) -> None:
     assert trainer.task.reference is not None
     started, sequences = clock.monotonic(), 0
     compute = functools.partial(_sum_target_log_probs, ignore_index=recipe.objective.ignore_index)
-    config = DatasetPassConfig(
-        trainer.data.micro_batch, workers=max(0, recipe.data.workers), limits=trainer.task.limits
-    )
+    config = DatasetPassConfig(trainer.data.micro_batch, workers=recipe.data.workers, limits=trainer.task.limits)
     for pairs in trainer.task.reference.datasets:
         values = compute_per_sample(runtime, trainer.model, pairs, compute, ANSWERS, config)
         if values is None:

@@ -75,7 +75,8 @@ class SampleChecker:
 
     def _check_inputs(self, inputs: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
         limits = self._limits
-        for name, tensor in named_tensors(inputs, "inputs"):
+        tokens = {k: v for k, v in inputs.items() if k != DOCUMENT_STARTS} if isinstance(inputs, dict) else inputs
+        for name, tensor in named_tensors(tokens, "inputs"):
             if tensor.is_floating_point() or tensor.dtype == torch.uint8 or not tensor.dim():
                 continue
             if limits.max_seq_len and tensor.dim() > 1 and tensor.shape[1] > limits.max_seq_len:
@@ -84,7 +85,7 @@ class SampleChecker:
                     f"model's max_seq_len = {limits.max_seq_len}",
                     fix="shorten the samples, or raise max_seq_len if the model supports it",
                 )
-            if limits.vocab_size is not None and name != f"inputs[{DOCUMENT_STARTS!r}]":
+            if limits.vocab_size is not None:
                 _check_range(name, tensor, limits.vocab_size, limits.names[0], keys, dataset)
 
     def _check_document_starts(self, inputs: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:

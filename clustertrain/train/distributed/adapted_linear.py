@@ -95,7 +95,8 @@ class AdaptedLayer(nn.Module):
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             changed = self._base_weight().float() + self.low_rank.scaling * (self.lora_B.float() @ self.lora_A.float())
             norms = torch.linalg.vector_norm(changed, dim=1)
-        ratio: torch.Tensor = self.lora_magnitude_vector / norms
+        # A row of zeros has a magnitude of 0, and stays one.
+        ratio: torch.Tensor = self.lora_magnitude_vector / norms.clamp_min(torch.finfo(norms.dtype).tiny)
         return ratio
 
 

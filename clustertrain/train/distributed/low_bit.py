@@ -178,7 +178,8 @@ def configure(model_part: nn.Module, context: RankContext) -> None:
     """Cast the outputs of frozen embeddings to the type that the residual stream has without them."""
     cast = parameter_dtype(context.precision) if context.layout.is_fully_sharded else None
     dtype = cast or torch.float32
-    low_bit.nf4_pairs(context.device)  # before compilation, which would trace their creation
+    if any(isinstance(m, FrozenLinear) and m.precision == "nf4" for m in model_part.modules()):
+        low_bit.nf4_pairs(context.device)  # before compilation, which would trace their creation
     for module in model_part.modules():
         if isinstance(module, FrozenEmbedding):
             module.register_forward_hook(lambda _, inputs, output: output.to(dtype))

@@ -53,10 +53,11 @@ class CollectedEmbeddings:
             )
         sums = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        packed = everything.pack()
         for first in range(rank * size, len(keys) - size + 1, ranks * size):
             rows = slice(first, first + size)
             ids = None if everything.ids is None else everything.ids[rows]
-            compared = everything.with_rows(everything.pack()[rows], ids).grouped(size)
+            compared = everything.with_rows(packed[rows], ids).grouped(size)
             terms: list[MetricTerms] = [(contrastive.row_losses(compared, compared).sum(), size)]
             similarities = contrastive.similarities(compared)
             terms += [compute_terms(metric, similarities, keys[rows], -100) for metric in metrics]

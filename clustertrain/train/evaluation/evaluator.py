@@ -28,7 +28,7 @@ from clustertrain.train.evaluation.dataset_pass import DatasetPass, EvalBatch
 from clustertrain.train.evaluation.eval_mode import evaluation_mode
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms, to_full_tensor
 from clustertrain.train.evaluation.predictions import PredictionRecorder
-from clustertrain.train.models.contrastive import ContrastiveLoss, embed_groups, similarities
+from clustertrain.train.models.contrastive import ContrastiveLoss, compares_batch, embed_groups, similarities
 from clustertrain.train.step.whole_batch import check_layout
 
 MAX_SLICES = 100  # a metrics row has one value per slice and metric
@@ -135,7 +135,7 @@ class Evaluator:
         """
         sums = torch.zeros(1 + len(slices.names), 1 + len(metrics), 2, dtype=torch.float64, device=self._context.device)
         collected = None
-        if isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group:
+        if compares_batch(loss_fn):
             check_layout(self._context)
             collected = CollectedEmbeddings(loss_fn)
         with evaluation_mode(self._model, self._groups, self._context.device), self._loss_context():

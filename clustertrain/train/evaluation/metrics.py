@@ -163,7 +163,8 @@ def _recall_at_1(output: Any, target: object, ignore_index: int) -> MetricTerms:
 def _reward_accuracy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
     """Return for how many pairs the chosen answer gained more probability than the rejected one, and the number of
     pairs."""
-    if not (isinstance(target, (tuple, list)) and len(target) == 2 and output.dim() == 4):
+    is_pair = isinstance(target, (tuple, list)) and len(target) == 2
+    if not (is_pair and isinstance(output, torch.Tensor) and output.dim() == 4):
         raise IncompatibleOutputs
     gains = log_prob_gains(output, (target[0], target[1]), ignore_index)
     return (gains[:, 0] > gains[:, 1]).sum(), len(gains)

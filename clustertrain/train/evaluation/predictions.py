@@ -37,7 +37,7 @@ class PredictionRecorder:
         Args:
             samples: dataset indices below this are recorded.
             ignore_index: class target that is not counted.
-            counts: False on a rank whose results another rank has too; it takes part in collectives only.
+            counts: False on a rank that duplicates another rank's results, and only takes part in collectives.
             confusion: count a confusion matrix. Every rank must see outputs then, unlike in a pipeline.
         """
         self._samples, self._ignore_index, self._counts = samples, ignore_index, counts
@@ -49,7 +49,7 @@ class PredictionRecorder:
     def add(self, batch: EvalBatch, output: Any, target: Any) -> None:
         """Record the samples of ``batch`` that count, the first ones in ``output`` and ``target``."""
         if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
-            self._warn(f"outputs of type {type(output).__name__}")
+            self._warn(f"outputs of type {type(output).__name__} with targets of type {type(target).__name__}")
             return
         output = to_full_tensor(output)
         count = len(batch.sample_indices)
@@ -72,9 +72,10 @@ class PredictionRecorder:
         if self._confusion is None:
             self._confusion = torch.zeros(classes, classes, dtype=torch.int64, device=target.device)
         if self._counts:
+            # Neither a mask nor bincount, whose sizes the host would have to wait for.
             counted = target != self._ignore_index
-            cells = (target * classes + predicted)[counted]
-            self._confusion += torch.bincount(cells, minlength=classes**2).view(classes, classes)
+            cells = torch.where(counted, target * classes + predicted, 0)
+            self._confusion.view(-1).index_add_(0, cells, counted.long())
 
     def reduce(self) -> None:
         """Sum the confusion matrices. Collective over all ranks, each of which has seen outputs of the same form."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,11 @@ class ContrastiveLoss:
         embeddings = embed_groups(self, output, target)
         losses = row_losses(embeddings, embeddings)
         return losses.sum(), losses.numel()
+
+
+def compares_batch(loss: object) -> TypeGuard[ContrastiveLoss]:
+    """Return whether ``loss`` compares all samples of the global batch."""
+    return isinstance(loss, ContrastiveLoss) and not loss.group
 
 
 def embed(loss: ContrastiveLoss, output: Any, target: Any) -> Embeddings:

@@ -270,10 +270,11 @@ class Decoder(nn.Module):
         """Return the mask and tables for hidden states ``x``; None in a stage without layers."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        for layer in self.layers.values():
-            assert isinstance(layer, TransformerBlock)
-            return layer.attention.prepare_documents(document_starts, dtype)
-        return None
+        layer = next(iter(self.layers.values()), None)
+        if layer is None:
+            return None
+        assert isinstance(layer, TransformerBlock)
+        return layer.attention.prepare_documents(document_starts, dtype)
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Initialize the full parameter ``name``."""

@@ -14,11 +14,12 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.core.ranks import Ranks
-from clustertrain.checkpoint.core.state_dict import is_dtensor, model_parts
+from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.compile import inductor
 from clustertrain.train.distributed.data_parallel import repeated_layers
+from clustertrain.train.distributed.grad_norm import local_squared_norm
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def run_compile_trial(
         compiled_result = _measure(model, run_passes, device)
         compiled_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
     differences = _gather_differences(ranks, eager_result, compiled_result) if not draws_dropout(model) else {}
-    emit_event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s, **differences)
+    finite = {name: value for name, value in differences.items() if math.isfinite(value)}  # JSON has no infinity
+    emit_event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s, **finite)
     _warn_of_differences(differences, context.precision, emit_event)
     log.warning(
         "torch.compile: forward and backward take %.1f ms instead of %.1f ms (x%.2f), after %.1f s of compilation",
@@ -87,23 +89,30 @@ def _measure(model: nn.Module, run_passes: Callable[[], torch.Tensor], device: t
     model.zero_grad()
     total, count = run_passes().sum(0).tolist()
     seeds.restore_rng_state(rng_state, device)
-    squares = [_to_local(p.grad).double().square().sum() for p in model.parameters() if p.grad is not None]
-    norm = torch.stack(squares).sum().sqrt().item() if squares else 0.0
+    norm = float(local_squared_norm([p for p in model.parameters() if p.grad is not None], device).sqrt())
     model.zero_grad()
     return total / count if count else math.nan, norm
 
 
-def _to_local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if is_dtensor(gradient) else gradient
-
-
 def _gather_differences(ranks: Ranks, eager: tuple[float, float], compiled: tuple[float, float]) -> dict[str, float]:
-    """Return the largest relative differences of any rank; those of NaN are omitted. Collective."""
-    local = [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(eager, compiled, strict=True)]
-    gathered = [values for values in ranks.all_gather_optional({"values": local}) if values is not None]
-    largest = [max(values["values"][i] for values in gathered) for i in range(2)]
+    """Return the largest relative differences of any rank, infinite where only the compiled value is not finite.
+
+    A rank whose uncompiled value is not finite has nothing to compare, such as the loss of a stage before the last.
+    Collective.
+    """
+    local = [_find_difference(*pair) for pair in zip(eager, compiled, strict=True)]
+    gathered = [entry["values"] for entry in ranks.all_gather_optional({"values": local})]
+    found = [[value for values in gathered if (value := values[i]) is not None] for i in range(2)]
     names = ("loss_difference", "grad_norm_difference")
-    return {name: value for name, value in zip(names, largest, strict=True) if math.isfinite(value)}
+    return {name: max(values) for name, values in zip(names, found, strict=True) if values}
+
+
+def _find_difference(eager: float, compiled: float) -> float | None:
+    if not math.isfinite(eager):
+        return None
+    if not math.isfinite(compiled):
+        return math.inf
+    return abs(compiled - eager) / abs(eager) if eager else abs(compiled)
 
 
 def _warn_of_differences(differences: Mapping[str, float], precision: str, emit_event: Callable[..., None]) -> None:
@@ -114,14 +123,21 @@ def _warn_of_differences(differences: Mapping[str, float], precision: str, emit_
         return
     name, value = next(iter(above.items()))
     quantity = "loss" if name == "loss_difference" else "gradient norm"
-    text = (
-        f"torch.compile: the {quantity} of the compiled layers differs by {value:.2g} (relative) from that of the "
-        f"uncompiled ones on the same batch, more than {limits[name]:g} in {precision}"
+    text = f"torch.compile: on the same batch, the {quantity} of the compiled layers " + (
+        f"differs by {value:.2g} (relative) from that of the uncompiled ones, more than {limits[name]:g} in {precision}"
+        if math.isfinite(value)
+        else "is not finite, but that of the uncompiled ones is"
     )
-    fix = "remove parallel.compile, or find the layer that differs; layers that draw random numbers differ too"
+    fix = "remove parallel.compile, or find the layer that differs; layers that draw random numbers also differ"
     log.warning("%s; %s", text, fix)
     emit_event(
-        "training_warning", code="compile_differs", step=None, text=text, fix=fix, value=value, limit=limits[name]
+        "training_warning",
+        code="compile_differs",
+        step=None,
+        text=text,
+        fix=fix,
+        value=value if math.isfinite(value) else None,
+        limit=limits[name],
     )
 
 

@@ -17,7 +17,7 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, model_parts
 from clustertrain.checkpoint.format import adapter_files, model_tensors, safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
 from clustertrain.config.adapter import AdapterSpec
-from clustertrain.errors import CheckpointError
+from clustertrain.errors import CheckpointError, ClusterTrainError
 from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.models import adapters
 from clustertrain.train.session.pretrained import PretrainedWeights
@@ -98,7 +98,7 @@ def hash_base(runtime: SessionRuntime, weights: PretrainedWeights) -> str:
         files = safetensors_files.read_weight_files(weights.path)
         own = sorted(weights.names.values())[ranks.rank :: ranks.world_size]
         outcome["digests"] = adapter_files.hash_tensors(files, own)
-    except OSError as e:
+    except (OSError, ClusterTrainError) as e:
         outcome["failure"] = str(e)
     gathered = ranks.all_gather_optional(outcome)
     for rank, entry in enumerate(gathered):

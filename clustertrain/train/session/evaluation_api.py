@@ -21,7 +21,7 @@ from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_
 from clustertrain.train.evaluation.evaluator import Evaluator, find_slices
 from clustertrain.train.evaluation.metrics import MetricFn, build_metrics
 from clustertrain.train.evaluation.predictions import PredictionRecorder
-from clustertrain.train.models.contrastive import ContrastiveLoss
+from clustertrain.train.models.contrastive import compares_batch
 from clustertrain.train.profiling import compile_trial
 from clustertrain.train.session.runtime import SessionRuntime
 
@@ -69,7 +69,7 @@ def evaluate(
     """
     metrics = build_metrics(options.metrics)
     group = pass_config.group
-    if isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group:
+    if compares_batch(loss_fn):
         if not hasattr(data, "__getitem__"):
             raise UsageError(
                 "evaluate: the loss compares samples of all ranks, and batches do not show which samples are adjacent",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,11 +73,10 @@ def prepare_model(
     selected = pretrained.select(weights, model, runtime.context.layout)
     will_load = frozenset(name for s in selected for name in s.parameter_names())
     parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=will_load)
-    base = next((s.weights for s in selected if not s.module), None)
     if adapter is not None:
-        runtime.checkpointer.adapter = adapter.describe(base)
+        runtime.checkpointer.adapter = adapter.describe(pretrained.find_whole(selected))
     if selected or adapter is not None:
-        _load_unless_resuming(runtime, parallelized, selected, packed, adapter, base)
+        _load_unless_resuming(runtime, parallelized, selected, packed, adapter)
     train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
     return PreparedModel(parallelized, param_table, unfreeze_steps)
 
@@ -88,14 +87,15 @@ def _load_unless_resuming(
     selected: Sequence[SelectedWeights],
     packed: Mapping[str, tuple[int, int]],
     adapter: AdapterSetup | None,
-    base: PretrainedWeights | None,
 ) -> None:
-    """Load the weights and the adapter. ``base``: the files with the weights of the whole model."""
+    """Load the weights and the adapter, now or if no checkpoint replaces them."""
 
     def load() -> None:
-        pretrained.load(runtime, model, selected, packed)
+        # Again, since a resume that finds no valid checkpoint has not resolved the names.
+        current = [replace(s, weights=pretrained.resolve(runtime, s.weights)) for s in selected]
+        pretrained.load(runtime, model, current, packed)
         if adapter is not None:
-            adapter_setup.load(runtime, model, adapter, base)
+            adapter_setup.load(runtime, model, adapter, pretrained.find_whole(current))
 
     if runtime.checkpointer.has_committed():
         runtime.state.load_initial_weights = load

@@ -6,16 +6,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from clustertrain import clock
+from clustertrain import clock, errors
 from clustertrain.checkpoint.core import state_dict
 from clustertrain.checkpoint.core.ranks import Ranks
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.checkpoint.format import model_tensors, safetensors_files
 from clustertrain.checkpoint.load.pretrained import load_pretrained
-from clustertrain.errors import ConfigError
+from clustertrain.checkpoint.offline.start_weights import resolve_weights
+from clustertrain.errors import ConfigError, NotFound, PermissionDenied
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import adapted_linear, low_bit
 from clustertrain.train.session.runtime import SessionRuntime
@@ -80,6 +82,25 @@ def name_weights(model: nn.Module, path: Path, rename: Callable[[str], str] | No
     return PretrainedWeights(model, path.expanduser(), names, tied)
 
 
+def resolve(runtime: SessionRuntime, weights: PretrainedWeights) -> PretrainedWeights:
+    """Return ``weights`` with the checkpoint that a run's name stands for, the same one on all ranks. Collective.
+
+    Raises:
+        NotFound, PermissionDenied: on all ranks, if rank 0 finds no such file, run or checkpoint.
+    """
+    ranks = Ranks(runtime.groups.checkpoint)
+    outcome: dict[str, Any] = {}
+    if ranks.rank == 0:
+        try:
+            outcome["path"] = str(resolve_weights(str(weights.path), Path.cwd()))
+        except (NotFound, PermissionDenied) as e:
+            outcome |= {"error": type(e).__name__, "message": e.message, "fix": e.fix}
+    outcome = ranks.broadcast(outcome)
+    if "error" in outcome:
+        raise getattr(errors, outcome["error"])(outcome["message"], fix=outcome["fix"])
+    return replace(weights, path=Path(outcome["path"]))
+
+
 def follow_replacements(
     weights: Sequence[PretrainedWeights], replaced: Mapping[nn.Module, nn.Module]
 ) -> list[PretrainedWeights]:
@@ -98,6 +119,11 @@ class SelectedWeights:
     def parameter_names(self) -> list[str]:
         """Return the names in the model of the tensors that are loaded."""
         return [f"{self.module}.{name}" if self.module else name for name in self.weights.names]
+
+
+def find_whole(selected: Sequence[SelectedWeights]) -> PretrainedWeights | None:
+    """Return the weights of the whole model; None if there are only some of its modules."""
+    return next((s.weights for s in selected if not s.module), None)
 
 
 def select(weights: Sequence[PretrainedWeights], model: nn.Module, layout: Layout) -> list[SelectedWeights]:

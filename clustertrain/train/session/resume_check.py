@@ -85,7 +85,7 @@ def _compare_adapters(before: Any, current: Any) -> list[str]:
     then, now = (about.get("spec") if isinstance(about, dict) else None for about in (before, current))
     if not isinstance(then, dict) or not isinstance(now, dict):
         return []
-    keys = ("kind", "rank", "alpha", "rank_stabilized")
+    keys = ("kind", "rank", "alpha", "rank_stabilized", "dropout", "base_precision", "target_modules")
     return [f"adapter {key} {then.get(key)} then, {now[key]} now" for key in keys if then.get(key) != now[key]]
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from clustertrain.checkpoint.offline.start_weights import resolve_weights
 from clustertrain.config.low_bit import BasePrecision
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
@@ -170,11 +169,10 @@ class Session:
             ConfigError: a file is damaged, or its tensors are not those of the model; the error lists the differences.
             CheckpointError: a checkpoint is not committed, or damaged.
         """
-        is_resume = get_runtime(self).checkpointer.has_committed()
-        weights = pretrained.name_weights(
-            model, Path(path) if is_resume else resolve_weights(str(path), Path.cwd()), rename
-        )
-        if not is_resume:
+        runtime = get_runtime(self)
+        weights = pretrained.name_weights(model, Path(path), rename)
+        if not runtime.checkpointer.has_committed():
+            weights = pretrained.resolve(runtime, weights)
             weights.check()
         self._pretrained = [w for w in self._pretrained if w.model is not model] + [weights]
         return model

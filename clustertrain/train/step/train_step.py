@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from clustertrain.train.distributed import data_parallel, precision
 from clustertrain.train.distributed.grad_norm import local_squared_norm, reduce_partial_gradients
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale
-from clustertrain.train.models.contrastive import ContrastiveLoss
+from clustertrain.train.models.contrastive import compares_batch
 from clustertrain.train.profiling.forward_timer import ForwardTimer, is_collective_free
 from clustertrain.train.stability import clipping, conditional_step
 from clustertrain.train.stability.clipping import Clipping
@@ -160,7 +160,7 @@ class TrainStep:
     def find_noise_problem(self, micro_batches: int, loss_fn: Loss) -> str:
         """Return why the noise scale cannot be measured in a step of ``micro_batches``; empty if it can."""
         return checks.find_noise_problem(
-            self._context.layout, self._context.parallel, micro_batches, compares_batch=_compares_batch(loss_fn)
+            self._context.layout, self._context.parallel, micro_batches, compares_batch=compares_batch(loss_fn)
         )
 
     @property
@@ -172,7 +172,7 @@ class TrainStep:
         self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Run the forward and backward passes; return the totals as :meth:`_accumulate` does."""
-        if _compares_batch(loss_fn):
+        if compares_batch(loss_fn):
             totals = self._whole_batch_passes(micro_batches, samples, is_padding, loss_fn, self._current_scale)
             data_parallel.check_no_unused_parameters(self._model)
             return totals
@@ -224,6 +224,7 @@ class TrainStep:
         params = [p for p in self._updated_params() if id(p) not in frozen]
         self._small_batch = self._noise.measure_small(params, count, self._current_scale)
         if is_whole:
+            data_parallel.check_no_unused_parameters(self._model)  # ranks would reduce different gradients
             self._noise.reduce_whole(self._model)
 
     def _updated_params(self) -> list[nn.Parameter]:
@@ -300,8 +301,3 @@ class TrainStep:
         from clustertrain.train.distributed import tensor_parallel
 
         return tensor_parallel.loss_context(self._context)
-
-
-def _compares_batch(loss_fn: Loss) -> TypeGuard[ContrastiveLoss]:
-    """Return whether ``loss_fn`` compares all samples of the global batch."""
-    return isinstance(loss_fn, ContrastiveLoss) and not loss_fn.group

@@ -107,6 +107,8 @@ class StreamReader:
         return sample
 
     def _begin_pass(self) -> Iterator[Any]:
+        # The stream may draw its order when it is opened or iterated: it must be the same on all ranks and in a resume.
+        seed_generators(derive_seed(self._seed, "pass", self._shard, self._epoch))
         if self._stream is None:
             self._stream = self._source.open()
         set_epoch = getattr(self._stream, "set_epoch", None)
@@ -136,16 +138,19 @@ class StreamReader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. Without a state of the stream's own, read its pass again up to there."""
-        self._stream = self._source.open()
+        with preserved_rng_states():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._stream, self._iterator = None, None
         self._epoch, self._taken, self.count = state["epoch"], 0, state["count"] - state["taken"]
         if "stream" in state and self._source.has_state:
+            self._stream = self._source.open()
             self._stream.load_state_dict(state["stream"])
             self._is_restored = True
             self._iterator = self._begin_pass()
             self._taken, self.count = state["taken"], state["count"]
-            return
-        self._iterator = self._begin_pass()
-        with preserved_rng_states():
+        else:
             for _ in range(state["taken"]):
                 self._skip()
 

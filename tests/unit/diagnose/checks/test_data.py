@@ -57,6 +57,9 @@ def test_inputs_that_are_not_normalized_are_reported() -> None:
     [(verdict, text, _)] = assess_scale(collect_stats((pixels, 0), (pixels, 1)))
     assert verdict == "warn" and text.startswith("the inputs have mean 128 and standard deviation 73.9")
     assert [n[0] for n in assess_scale(collect_stats((pixels / 1e6, 0)))] == ["warn"]
+    times = torch.arange(1_700_000_000, 1_700_000_020).double()  # the sum of their squares has lost the deviation
+    (note,) = assess_scale(collect_stats((times, 0), (times, 1)))
+    assert "mean 1.7e+09 and standard deviation 5.77" in note[1]
     for inputs in ((pixels - 127.5) / 73.9, pixels / 255, pixels.byte(), torch.ones(3), torch.tensor([1.0, math.nan])):
         assert assess_scale(collect_stats((inputs, 0))) == []
 

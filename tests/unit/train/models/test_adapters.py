@@ -46,6 +46,14 @@ def test_adapted_model_starts_as_the_base_and_trains_only_adapters(kind: Any) ->
     assert all((p.grad is None) != p.requires_grad for p in model.parameters())
 
 
+def test_rows_of_zeros_stay_finite_with_dora() -> None:
+    layer = nn.Linear(4, 3, bias=False)
+    nn.init.zeros_(layer.weight)
+    model = nn.Sequential(layer)
+    adapters.add_adapters(model, spec_of("0", kind="dora"), seed=1)
+    assert torch.equal(model(torch.ones(2, 4)), torch.zeros(2, 3))
+
+
 def test_values_do_not_depend_on_when_and_where_the_adapters_are_drawn() -> None:
     from_meta = build_on_cpu(on_meta(spec_of()))
     model = build_on_cpu(on_meta())

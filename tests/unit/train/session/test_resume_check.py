@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from clustertrain import fsio
+from clustertrain.config.adapter import AdapterSpec
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
@@ -88,6 +90,14 @@ def test_code_checksums_only_for_exact_resume_on_rank_0(run: RunDir) -> None:
     assert build_about(make_context(run, "elastic"))["code"] is None
     assert build_about(dataclasses.replace(make_context(run), rank=1))["code"] is None
     assert resume_check.find_changed_files({"train.py": "1"}, None) == resume_check.find_changed_files(None, {}) == []
+
+
+def test_every_setting_of_an_adapter_that_changes_the_run_is_compared() -> None:
+    before = {"spec": msgspec.to_builtins(AdapterSpec(kind="lora"))}
+    after = {"spec": msgspec.to_builtins(AdapterSpec(kind="lora", rank=8, base_precision="nf4", dropout=0.1))}
+    messages = resume_check._compare_adapters(before, after)
+    assert [m.split()[1] for m in messages] == ["rank", "dropout", "base_precision"]
+    assert resume_check._compare_adapters(before, before) == []
 
 
 def test_merged_differences_name_affected_nodes() -> None:

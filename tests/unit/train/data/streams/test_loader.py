@@ -57,6 +57,14 @@ class Counter:
         self._start = self._next = state["next"]
 
 
+class Shuffled:
+    """A stream that draws its order when it is iterated."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        order = random.sample(range(SIZE), SIZE)
+        return (make_sample(float(n)) for n in order)
+
+
 def counter(size: int = SIZE) -> Counter:
     return Counter(size)
 
@@ -81,6 +89,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
         part=part,
         stateless_part=stateless_part,
         generator=generator,
+        shuffled=Shuffled,
         nothing=lambda: iter(()),
         number=lambda: 3,
         numbers_by_rank=lambda data_rank, data_ranks: [0],
@@ -131,10 +140,11 @@ def test_samples_come_in_order_and_each_pass_is_an_epoch() -> None:
     ]
 
 
-@pytest.mark.parametrize("entry", ["counter", "generator"])
+@pytest.mark.parametrize("entry", ["counter", "generator", "shuffled"])
 def test_ranks_share_a_stream_and_resume_with_another_number(entry: str) -> None:
     whole = read_steps(open_loader(entry, global_batch=5), 5)
     ranks = [open_loader(entry, rank, 3, global_batch=5) for rank in range(3)]  # 2, 2 and 1 samples
+    random.seed(9)
     divided = [read_steps(loader, 3) for loader in ranks]
     assert [list(itertools.chain(*step)) for step in zip(*divided, strict=True)] == whole[:3]
     resumed = open_loader(entry, global_batch=5)
