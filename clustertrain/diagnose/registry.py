@@ -16,8 +16,8 @@ ALL = "all"
 # The checks run in this order.
 CHECKS: Mapping[str, str] = {
     "init-loss": "Compare the loss before any training with its expected value.",
-    "pretrained": "Check that the first loss of a model with pretrained weights is far below that of random ones.",
-    "adapter": "Check that the model with new adapters starts as its base.",
+    "pretrained": "Check that a pretrained model's first loss is far below that of random weights.",
+    "adapter": "Check that new adapters leave the base model's outputs unchanged.",
     "overfit": "Check that the model can memorize eight samples.",
     "lr-range": "Find the learning rate at which the loss starts to rise, and compare optim.lr with it.",
     "gradients": "Compare gradients with central differences in float64.",

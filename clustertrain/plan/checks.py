@@ -238,10 +238,11 @@ def find_noise_problem(
     It compares the gradients of a small and a large batch, and ranks that split the model see no whole gradient.
 
     Args:
-        compares_batch: the loss compares all samples of the global batch, so that of a smaller batch is another one.
+        compares_batch: the loss compares all samples of the global batch, so that a smaller batch would have a
+            different loss.
     """
     if compares_batch:
-        return "the loss compares all samples of the global batch, so a smaller batch has another loss"
+        return "the loss compares all samples of the global batch, so a smaller batch would have a different loss"
     if layout.tp > 1 or layout.pp > 1 or layout.cp > 1:
         return f"{layout.describe()} splits the model or its sequences over the ranks"
     if micro_batches > 1:
@@ -249,7 +250,10 @@ def find_noise_problem(
     if layout.gradient_ranks == 1 or layout.is_fully_sharded:
         return "each step has one micro-batch, so there is no gradient over a smaller batch"
     if parallel.find_unused_parameters or parallel.static_graph:
-        return "each step has one micro-batch, which parallel.find_unused_parameters and static_graph must reduce"
+        return (
+            "each step has one micro-batch, and parallel.find_unused_parameters and static_graph need its gradients to "
+            "be reduced in the backward pass"
+        )
     return ""
 
 

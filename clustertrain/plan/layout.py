@@ -47,7 +47,7 @@ _EVERY_NTH = re.compile(r"full/([1-9][0-9]{0,5})")  # "full/3": every third laye
 
 
 def format_checkpointing(mode: str | int) -> str:
-    """Return the layout's name of a value of ``parallel.activation_checkpointing``."""
+    """Return the name that layouts use for a value of ``parallel.activation_checkpointing``."""
     return f"full/{mode}" if isinstance(mode, int) else mode
 
 

@@ -65,8 +65,8 @@ def check_groups(recipe: Recipe, global_batch: int, micro_batch: int, data_paral
 def similarities_bytes(model: ModelSpec, rows: int, columns: int) -> int:
     """Return the bytes of the fp32 similarities of ``rows`` samples of a rank to the ``columns`` of the global batch.
 
-    A two-tower model compares in two directions; of a pair of views, both are compared with both of each other sample.
-    The loss keeps their softmax for the backward pass, as large again.
+    A two-tower model compares in two directions. With two views per sample, each view is compared with both views of
+    every sample. The loss keeps their softmax for the backward pass, as large again.
     """
     return 2 * (2 if model.kind == "two-tower" else 4) * rows * columns * FP32_BYTES
 

@@ -51,6 +51,6 @@ def test_flex_attention_equals_masked_kernels(dtype: torch.dtype) -> None:
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2  # of the largest value; fp32 in the kernel may be tf32
     expected = outputs(masked, dtype, "math")
     masked.zero_grad()
-    for model, backend in ((flex, "auto"), (masked, "auto")):
-        for actual, value in zip(outputs(model, dtype, backend), expected, strict=True):  # type: ignore[arg-type]
-            assert (actual - value).abs().max() < tolerance * value.abs().max(), backend
+    for name, model in (("flex", flex), ("masked", masked)):
+        for actual, value in zip(outputs(model, dtype, "auto"), expected, strict=True):
+            assert (actual - value).abs().max() < tolerance * value.abs().max(), name

@@ -14,13 +14,11 @@ import torch
 from clustertrain.plan.layout import Layout
 from tests.ranks.rank_pool import DEVICE, Ranks, make_run
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(
-        shutil.which("g++") is None and "CLUSTERTRAIN_REQUIRE_SLURM" not in os.environ,
-        reason="torch.compile needs g++ on the CPU",
-    ),
-]
+pytestmark = pytest.mark.ranks
+NEEDS_GXX = pytest.mark.skipif(
+    shutil.which("g++") is None and "CLUSTERTRAIN_REQUIRE_SLURM" not in os.environ,
+    reason="torch.compile needs g++ on the CPU",
+)
 FSDP = Layout(strategy="fsdp", dp_shard=2)
 
 
@@ -56,6 +54,7 @@ def failing_compiler(*_: object) -> None:
     raise RuntimeError("no compiler")
 
 
+@NEEDS_GXX
 @pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.describe())
 def test_failed_compiler_on_one_rank_keeps_all_ranks_eager(tmp_path: Path, layout: Layout) -> None:
     reference = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3), 2, setup=one_thread)
@@ -68,6 +67,7 @@ def test_failed_compiler_on_one_rank_keeps_all_ranks_eager(tmp_path: Path, layou
     assert ranks.losses() == plain, "the trial has changed the training state"
 
 
+@NEEDS_GXX
 def test_both_times_are_reported_and_resume_is_exact(tmp_path: Path) -> None:
     options = {"steps": 4, "every": 2, "parallel": {"compile": True}, "model": {"dropout": 0.1}}
     run = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]

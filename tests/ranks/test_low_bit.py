@@ -17,6 +17,7 @@ from clustertrain.config.huggingface import families, tensor_names
 from clustertrain.config.model import ModelSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
+from tests.layouts import FSDP_TP
 from tests.ranks.rank_pool import digest, make_run
 from tests.ranks.test_adapters import stop_soon
 from tests.ranks.test_pretrained import write_weights
@@ -24,7 +25,6 @@ from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, save_i
 
 pytestmark = pytest.mark.ranks
 SPEC = ModelSpec(dim=128, layers=2, heads=4, kv_heads=2, ffn_dim=256, qkv_bias=True)
-FSDP_TP = Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True)
 FSDP = Layout(strategy="fsdp", dp_shard=2)
 
 

@@ -1,7 +1,7 @@
 """Adapters in the format of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-The names and keys are those of PEFT 0.21. A clustertrain adapter also has the hash of its base, in the metadata of the
-safetensors file, since PEFT warns of keys in ``adapter_config.json`` that it does not know.
+Names and keys follow PEFT 0.21. An adapter of clustertrain also records the hash of its base, in the metadata of the
+safetensors file, because PEFT warns of unknown keys in ``adapter_config.json``.
 """
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ def check_adapter(
     if differences:
         raise ConfigError(
             f"adapter.init = {str(folder)!r}: the adapter is another one: {'; '.join(differences)}",
-            fix="set the keys of [adapter] to those of this adapter",
+            fix="set the keys of [adapter] to this adapter's",
         )
     if shapes is not None:
         _check_tensors(folder, files, shapes)
     recorded = files.metadata.get(BASE_HASH, "")
     if recorded and base_sha256 is not None and recorded != base_sha256:
         raise ConfigError(
-            f"adapter.init = {str(folder)!r}: was trained on other weights than those of model.init: their hash is "
-            f"{base_sha256[:12]}…, that of the adapter's base {recorded[:12]}… "
+            f"adapter.init = {str(folder)!r}: was trained on a different base: model.init has the hash "
+            f"{base_sha256[:12]}…, and the adapter's base {recorded[:12]}… "
             f"({document.get('base_model_name_or_path') or 'its path is unknown'})",
             fix="set model.init to the base of this adapter, unchanged and in the same dtype",
         )
@@ -160,7 +160,7 @@ def _check_tensors(folder: Path, files: WeightFiles, shapes: Mapping[str, tuple[
     if lines:
         shown = "\n  ".join(lines[:8]) + (f"\n  … and {len(lines) - 8} more" if len(lines) > 8 else "")
         raise ConfigError(
-            f"adapter.init = {str(folder)!r}: the tensors are not those of adapter.target_modules:\n  {shown}",
+            f"adapter.init = {str(folder)!r}: the tensors do not match adapter.target_modules:\n  {shown}",
             fix="choose the target_modules that this adapter was trained with, and the same model",
         )
 
@@ -190,6 +190,6 @@ def hash_tensors(files: WeightFiles, names: Iterable[str]) -> dict[str, str]:
 
 
 def combine_hashes(digests: Mapping[str, str]) -> str:
-    """Return one hash for the tensors of a base, from those of :func:`hash_tensors`, in any split into files."""
+    """Return one hash of a base from its tensors' hashes, however they are split into files."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -31,7 +31,7 @@ def read_weights(path: Path) -> WeightFiles:
         raise ConfigError(f"{path}: contains no model", fix="choose a checkpoint of a run that saved its model")
     if manifest.about.get("adapter") and any(name.endswith(".lora_A") for name in tensors):
         raise ConfigError(
-            f"{path}: contains a model with adapters, whose weights are apart from those of the base",
+            f"{path}: contains a model with adapters, which are stored beside the base weights",
             fix="start from its export with `clustertrain checkpoint export --merge`; or from the same base, with the "
             "export of the adapter in adapter.init",
         )

@@ -46,4 +46,4 @@ def assess(loss: float, vocab_size: int) -> tuple[Verdict, str, str]:
     if loss < PASS_BELOW * random_loss:
         return "pass", text, ""
     fix = "check that the data was tokenized with the tokenizer of model.init, and that model.init is the right model"
-    return ("warn" if loss < FAIL_ABOVE * random_loss else "fail"), f"{text}: not far below", fix
+    return ("warn" if loss < FAIL_ABOVE * random_loss else "fail"), f"{text}, which is close", fix

@@ -238,7 +238,7 @@ def _setting_diffs(runs: Sequence[RunDir]) -> tuple[list[SettingDiff], list[str]
         return [], unreadable
     names = dict.fromkeys(name for run_settings in settings for name in run_settings)
     if not all(any(name.startswith(f"{PYTHON}.") for name in run_settings) for run_settings in settings):
-        # A run that has not started has recorded none, and every package would differ.
+        # A run that has not started has no package record, so every package would seem to differ.
         names = dict.fromkeys(name for name in names if not name.startswith(f"{PYTHON}."))
     rows = [SettingDiff(name, [run_settings.get(name) for run_settings in settings]) for name in names]
     return [row for row in rows if any(v != row.values[0] for v in row.values[1:])], []

@@ -43,7 +43,7 @@ HOST_CURVES: dict[str, tuple[str, ...]] = {
     "infiniband_bytes_per_s": ("infiniband_rx_bytes", "infiniband_tx_bytes"),
     "disk_bytes_per_s": ("disk_read_bytes", "disk_write_bytes"),
 }
-# Of an evaluation, which most rows lack: a point holds until the next one.
+# Logged only by evaluations: each value is carried forward to the next one.
 _HELD_CURVES = ("validation_loss", "validation_accuracy")
 TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", *_HELD_CURVES, "grad_norm", "noise_scale", "lr")
 # Curves of the heat map if not every GPU has individual curves.

@@ -84,7 +84,7 @@ def build_datasets(recipe: Recipe, limits: Limits, shard: tuple[int, int] = (0, 
 
 
 def _check_stream(recipe: Recipe) -> None:
-    """Raise ConfigError for keys that need samples with numbers."""
+    """Raise ConfigError for keys that need samples addressable by index."""
     data = recipe.data
     for is_set, key, fix in (
         (data.validation, f"data.validation = {data.validation:g}", "set data.validation_path"),
@@ -94,7 +94,7 @@ def _check_stream(recipe: Recipe) -> None:
     ):
         if is_set:
             raise ConfigError(
-                f"{key} needs data by position, and data.entry = {data.entry!r} returned a stream", fix=fix
+                f"{key} requires map-style data, but data.entry = {data.entry!r} returned a stream", fix=fix
             )
 
 

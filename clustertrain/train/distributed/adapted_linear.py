@@ -1,8 +1,8 @@
 """Linear layers with a low-rank adapter beside a frozen weight: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
 
-An adapted layer remains the module that it was, with the same parameters and names: only its class gets a base class
-with another forward pass. Names in checkpoints, plans of tensor parallelism and patterns therefore do not change. The
-parameters of the adapter are:
+An adapted layer remains the module that it was, with the same parameters and names: only its class is replaced, by a
+subclass with a different forward pass. Names in checkpoints, plans of tensor parallelism and patterns therefore do not
+change. The parameters of the adapter are:
 
 - ``lora_A`` (rank, in_features), drawn as PEFT draws it,
 - ``lora_B`` (out_features, rank), zero at the start,

@@ -209,7 +209,7 @@ def check_split_by_inputs(name: str, module: nn.Module, tp: int) -> None:
     """Raise ConfigError if a split of the inputs of a layer would cut a block of weights that share a scale."""
     if isinstance(module, FrozenLinear) and module.is_packed and module.in_features % (BLOCK * tp):
         raise ConfigError(
-            f"{name}: adapter.base_precision = {module.precision!r} with tp {tp} would cut a block of {BLOCK} weights: "
-            f"{module.in_features} inputs / {tp} = {module.in_features / tp:g}",
+            f"{name}: adapter.base_precision = {module.precision!r} with tp {tp} would split a block of {BLOCK} "
+            f"weights that share a scale: {module.in_features} inputs / {tp} = {module.in_features / tp:g}",
             fix="use adapter.base_precision = 'bf16', or fsdp instead of tp",
         )

@@ -1,4 +1,4 @@
-"""The course of the loss on rank 0: whether it falls, oscillates or levels off, and its gap to the validation loss."""
+"""The loss trend on rank 0: whether it falls, oscillates or levels off, and its gap to the validation loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAD_TO_STD = 1.4826  # for a normal distribution
 
 
 class Finding(NamedTuple):
-    """A property of the course of the loss."""
+    """A property of the loss trend."""
 
     code: str
     text: str
@@ -64,7 +64,7 @@ class LossTrend:
             row[GAP_COLUMN] = validation - loss
 
     def observe(self, row: Mapping[str, Any]) -> Iterator[Finding]:
-        """Yield what the row of a step adds to the course of the loss."""
+        """Yield what the row of a step shows of the loss trend."""
         loss, lr = _as_finite(row.get("loss")), _as_finite(row.get("lr"))
         if self._knows_start is None:
             self._knows_start = int(row["step"]) <= 1

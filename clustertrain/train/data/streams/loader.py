@@ -86,7 +86,7 @@ class StreamLoader(Loader):
         """Refuse: a stream cannot leave samples out by their position."""
         raise ConfigError(
             f"{self.source.name}: samples of a stream cannot be excluded after a rollback",
-            fix="use map-style data, or stability without roll-back",
+            fix="use map-style data, or turn rollback off in [stability]",
         )
 
     def close(self) -> None:

@@ -46,9 +46,9 @@ class StreamSource:
             "each rank reads its own part" if self.is_sharded else "each rank reads all samples and keeps its share"
         )
         if not self.has_state:
-            resume = "a resume reads it again up to where the run stopped, which is exact if the order is fixed"
+            resume = "a resume reads it again up to where the run stopped, which is exact only if the order is fixed"
         else:
-            resume = "a resume loads the stream's own state, and is as exact as this state"
+            resume = "a resume restores the stream's own state, and is only as exact as that state"
         limit = "; it needs the same number of data-parallel ranks" if self.is_sharded else ""
         return f"samples come from a stream, not by position: {reading}; {resume}{limit}"
 

@@ -276,7 +276,7 @@ def test_kernel_of_documents_is_chosen_with_a_reason(
     assert not AttentionChoice(**choice).has_dense_mask(Layout(**layout), device)
 
 
-def test_fully_visible_rows_are_finite() -> None:
+def test_every_position_attends_to_at_least_one() -> None:
     mask = build_dense_mask(STARTS, 0, torch.float32)
     assert mask.shape == (2, 1, LENGTH, LENGTH) and set(mask.unique().tolist()) == {-math.inf, 0.0}
     assert bool((mask == 0).any(-1).all())

@@ -80,7 +80,7 @@ def test_adapter_to_start_from_is_refused_with_another_base(tmp_path: Path) -> N
     train(tmp_path / "again", 1, lr=0.0, base=base, init=str(tmp_path / "adapter"))
     actual = export(tmp_path / "again", tmp_path / "same")
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
-    with pytest.raises(ConfigError, match=r"was trained on other weights"):
+    with pytest.raises(ConfigError, match=r"was trained on a different base"):
         train(tmp_path / "other", 1, base=changed, init=str(tmp_path / "adapter"))
     with pytest.raises(ConfigError, match=r"r = 2 in adapter_config.json, but 3 here"):
         train(tmp_path / "other", 1, base=base, init=str(tmp_path / "adapter"), rank=3)

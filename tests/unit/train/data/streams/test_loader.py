@@ -193,11 +193,11 @@ def test_shorter_stream_is_refused() -> None:
     [
         ("number", {}, "returned int"),
         ("numbers_by_rank", {}, "returned map-style data"),
-        ("generator", {"data": {"validation": 0.1}}, "data.validation = 0.1 needs data by position"),
-        ("generator", {"data": {"workers": 2}}, "data.workers = 2 needs data by position"),
+        ("generator", {"data": {"validation": 0.1}}, "data.validation = 0.1 requires map-style data"),
+        ("generator", {"data": {"workers": 2}}, "data.workers = 2 requires map-style data"),
         ("generator", {"data": {"validation_path": "held"}}, "data.validation_path = 'held': .* returned a stream"),
-        ("generator", {"stability": {"spike": "roll-back"}}, "a rollback .* needs data by position"),
-        ("generator", {"contract": {"resume": "exact"}}, "contract.resume = 'exact' needs data by position"),
+        ("generator", {"stability": {"spike": "roll-back"}}, "a rollback .* requires map-style data"),
+        ("generator", {"contract": {"resume": "exact"}}, "contract.resume = 'exact' requires map-style data"),
     ],
 )
 def test_keys_that_need_positions_are_refused(entry: str, tables: dict[str, Any], message: str) -> None:
@@ -214,7 +214,7 @@ def test_report_says_what_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     events: list[dict[str, Any]] = []
     report_datasets(open_loader("part").source, None, lambda name, **fields: events.append({"event": name, **fields}))
     assert events[0]["event"] == "stream_described" and events[0]["sharded"] and events[0]["own_state"]
-    assert "each rank reads its own part; a resume loads the stream's own state" in capsys.readouterr().out
+    assert "each rank reads its own part; a resume restores the stream's own state" in capsys.readouterr().out
 
 
 def test_training_on_a_stream_resumes(tmp_path: Path) -> None:
