@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import clustertrain as ct
 
@@ -56,8 +56,10 @@ def main() -> None:
     training, held_out = Manual(text[: -32 << 10]), Manual(text[-32 << 10 :])
 
     with ct.session(checkpoint_dir=args.checkpoint_dir) as session:
-        model = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32)
-        model.config.use_cache = False
+        with torch.device("meta"):  # no memory: each rank reads only its own part of the weights
+            config = AutoConfig.from_pretrained(args.base, use_cache=False)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        session.load_pretrained(model, args.base)
         session.add_adapters(model, ["*.self_attn", "*.mlp"], rank=8, alpha=16.0, init=args.adapter)
         model = session.parallelize(model.train())
         optimizer = session.optimizer(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)

@@ -216,6 +216,7 @@ class PlanRequest:
             limit_gib=self.limit_gib,
             constraints=constraints,
             attention=self.attention,
+            sequences_per_sample=recipe.sequences_per_sample,
         )
 
     def build_pass_config(self, layout: Layout, micro_batch: int) -> PassConfig:

@@ -329,7 +329,7 @@ def check_entries(prepared: PreparedRun) -> Notes:
 
 
 def check_trackers(prepared: PreparedRun) -> Notes:
-    """Refuse trackers whose packages are not installed."""
+    """Refuse trackers whose packages are not installed, and log_model = "best" without a best checkpoint."""
     return trackers.check_run_trackers(prepared.spec, prepared.python.agents)
 
 

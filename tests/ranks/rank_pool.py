@@ -279,6 +279,13 @@ def undisturbed(submitted: Path, folder: Path) -> str:
     return _digests[key]
 
 
+def one_thread(stop_at: int = 0) -> None:
+    """Setup: use one thread; more would compete for the cores. Stop the run during step ``stop_at``, if any."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if stop_at:
+        touch_stop_at(stop_at)
+
+
 def touch_stop_at(step: int, only_rank: int | None = None) -> None:
     """Setup: request a stop during step ``step``; with ``only_rank``, by a signal to that rank only."""
     from clustertrain.train.session.session import Session

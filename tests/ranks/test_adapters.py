@@ -18,9 +18,9 @@ from clustertrain.config.huggingface import families
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.layouts import FSDP_TP, PLAIN, TP_PP
-from tests.ranks.rank_pool import digest, make_run, write_plan
+from tests.ranks.rank_pool import digest, make_run, one_thread, write_plan
 from tests.ranks.test_pretrained import QWEN2, write_weights
-from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, one_thread, save_initial_values, start
+from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, save_initial_values, start
 
 pytestmark = pytest.mark.ranks
 
@@ -64,6 +64,19 @@ def stop_soon() -> None:
     Session.log = log  # type: ignore[method-assign]
 
 
+def continue_under_each(run: RunDir, layouts: list[Layout]) -> tuple[dict[int, tuple[float, float]], list[int]]:
+    """Run one attempt under each layout, and return the losses of all, and how often each has read the base."""
+    losses: dict[int, tuple[float, float]] = {}
+    loads = []
+    for i, layout in enumerate(layouts):
+        write_plan(run, layout, layout.world_size)
+        ranks = start(run, layout, i + 1, setup=stop_soon if i + 1 < len(layouts) else None).expect(0)
+        assert ranks.losses() and losses.keys().isdisjoint(ranks.losses())
+        losses |= ranks.losses()
+        loads.append(len(ranks.events("pretrained_loaded")))
+    return losses, loads
+
+
 @pytest.mark.parametrize(("kind", "layouts"), [("lora", LAYOUTS), ("dora", LAYOUTS[-3:-1])])
 def test_each_layout_continues_the_run_of_another(
     tmp_path: Path, weights: Path, kind: str, layouts: list[Layout]
@@ -72,14 +85,9 @@ def test_each_layout_continues_the_run_of_another(
     undisturbed = run_of(tmp_path / "one", weights, Layout(), kind, steps=steps)
     expected = start(undisturbed, Layout()).expect(0).losses()
     run = run_of(tmp_path / "run", weights, layouts[0], kind, steps=steps)
-    losses: dict[int, tuple[float, float]] = {}
-    for i, layout in enumerate(layouts):
-        write_plan(run, layout, layout.world_size)
-        ranks = start(run, layout, i + 1, setup=stop_soon if i + 1 < len(layouts) else None).expect(0)
-        assert ranks.losses() and losses.keys().isdisjoint(ranks.losses())
-        losses |= ranks.losses()
-        assert bool(ranks.events("pretrained_loaded")) == (i == 0)
+    losses, loads = continue_under_each(run, layouts)
     assert_equal_up_to_rounding(losses, expected)
+    assert loads == [1] + [0] * (len(layouts) - 1)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1]], ids=["ddp", "fsdp"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clustertrain.plan.layout import Layout
-from tests.ranks.rank_pool import DEVICE, Ranks, make_run
+from tests.ranks.rank_pool import DEVICE, Ranks, make_run, one_thread
 
 pytestmark = pytest.mark.ranks
 NEEDS_GXX = pytest.mark.skipif(
@@ -20,10 +20,6 @@ NEEDS_GXX = pytest.mark.skipif(
     reason="torch.compile needs g++ on the CPU",
 )
 FSDP = Layout(strategy="fsdp", dp_shard=2)
-
-
-def one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def fast_compiler() -> None:

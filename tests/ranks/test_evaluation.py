@@ -17,7 +17,7 @@ from clustertrain.config.parsing.documents import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
+from tests.ranks.rank_pool import SEQ_LEN, Ranks, digest, make_run, one_thread, write_plan
 
 pytestmark = pytest.mark.ranks
 
@@ -56,10 +56,6 @@ def use_validation_data(samples: int = SAMPLES) -> None:
         return dataclasses.replace(task(recipe, **kw), validation=ValidationData())
 
     trainer.build_task = with_validation
-
-
-def one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def make_evaluation_run(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:

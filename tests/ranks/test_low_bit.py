@@ -19,7 +19,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.layouts import FSDP_TP
 from tests.ranks.rank_pool import digest, make_run
-from tests.ranks.test_adapters import stop_soon
+from tests.ranks.test_adapters import LAYOUTS, STEPS_PER_LAYOUT, continue_under_each, stop_soon
 from tests.ranks.test_pretrained import write_weights
 from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, save_initial_values, start
 
@@ -52,6 +52,16 @@ def test_layouts_pack_the_same_codes_and_exports_unpack_them(tmp_path: Path) -> 
         if name.startswith("layers.") and len(shape) == 2:
             base = low_bit.dequantize(low_bit.quantize(base, "nf4"), shape[1], torch.float32)
         assert torch.equal(merged[hf_name].float(), base), name
+
+
+def test_each_layout_continues_the_run_of_another(tmp_path: Path) -> None:
+    weights = write_weights(tmp_path / "weights", SPEC)
+    steps = STEPS_PER_LAYOUT * len(LAYOUTS)
+    undisturbed = run_of(tmp_path / "one", weights, Layout(), "nf4", steps=steps)
+    expected = start(undisturbed, Layout()).expect(0).losses()
+    run = run_of(tmp_path / "run", weights, LAYOUTS[0], "nf4", steps=steps)
+    losses, _ = continue_under_each(run, LAYOUTS)
+    assert_equal_up_to_rounding(losses, expected)
 
 
 @pytest.mark.parametrize(("layout", "precision"), [(FSDP, "nf4"), (Layout(strategy="ddp", dp_replicate=2), "int8")])

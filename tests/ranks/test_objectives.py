@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from clustertrain.plan.layout import Layout
-from tests.ranks.rank_pool import Ranks, make_run
+from tests.ranks.rank_pool import Ranks, make_run, one_thread
 
 pytestmark = pytest.mark.ranks
 
@@ -24,10 +23,6 @@ LAYOUTS = (
     Layout(pp=2, schedule="gpipe"),
     Layout(cp=2, strategy="fsdp", dp_shard=1),
 )
-
-
-def one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def losses(folder: Path, layout: Layout) -> list[tuple[float, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
+from tests.ranks.rank_pool import Ranks, digest, make_run, one_thread, touch_stop_at, write_plan
 
 pytestmark = pytest.mark.ranks
 
@@ -34,11 +33,6 @@ def run_of(folder: Path, layout: Layout, **options: Any) -> RunDir:
 
 def train(run: RunDir, layout: Layout, attempt: int = 1, **options: Any) -> Ranks:
     return Ranks(run, layout.world_size, attempt, **{"setup": one_thread, **options}).expect(0)
-
-
-def one_thread() -> None:
-    """Setup: use one thread; matrices this small are slower on two cores, even more if the cores are shared."""
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def stop_at(step: int) -> None:

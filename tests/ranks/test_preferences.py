@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at
+from tests.ranks.rank_pool import Ranks, make_run, one_thread
 from tests.tiny_tokenizer import VOCAB_SIZE, write_rows, write_tokenizer
 
 pytestmark = pytest.mark.ranks
@@ -18,13 +17,6 @@ pytestmark = pytest.mark.ranks
 STEPS = 5
 METRICS = {"loss", "grad_norm", "validation_loss", "validation_reward_accuracy"}
 SHARDED, SPLIT = Layout(strategy="fsdp", dp_shard=2), Layout(tp=2, sequence_parallel=True, pp=2, schedule="1f1b")
-
-
-def one_thread(stop_at: int = 0) -> None:
-    """Setup: use one thread, and stop the run during step ``stop_at``, if any."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if stop_at:
-        touch_stop_at(stop_at)
 
 
 def make_preference_run(folder: Path, layout: Layout) -> RunDir:

@@ -19,8 +19,8 @@ from clustertrain.config.huggingface import families, tensor_names
 from clustertrain.config.model import ModelSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, digest, layout_of, make_run
-from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, one_thread, save_initial_values, start
+from tests.ranks.rank_pool import Ranks, digest, layout_of, make_run, one_thread
+from tests.ranks.test_tensor_parallel import assert_equal_up_to_rounding, save_initial_values, start
 
 pytestmark = pytest.mark.ranks
 

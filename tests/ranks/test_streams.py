@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,9 @@ import pytest
 import torch
 
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
+from tests.ranks.rank_pool import Ranks, make_run, one_thread, write_plan
 
 pytestmark = pytest.mark.ranks
-
-
-def one_thread(stop_at: int = 0) -> None:
-    """Setup: use one thread, and stop the run during step ``stop_at``, if any."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if stop_at:
-        touch_stop_at(stop_at)
 
 
 class Part:

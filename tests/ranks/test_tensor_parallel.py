@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
-from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
+from tests.ranks.rank_pool import Ranks, digest, make_run, one_thread, write_plan
 from tests.ranks.test_resume import save_restored_state
 
 pytestmark = pytest.mark.ranks
@@ -31,11 +30,6 @@ Reference = Callable[..., tuple[dict[int, tuple[float, float]], RunDir]]
 
 def start(run: RunDir, layout: Layout, attempt: int = 1, setup: Callable[[], None] | None = None, **kw: Any) -> Ranks:
     return Ranks(run, layout.world_size, attempt, setup=setup or one_thread, **kw)
-
-
-def one_thread() -> None:
-    """Setup: use one thread; more would compete for the cores."""
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def save_initial_values() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import fsio
-from tests.ranks.rank_pool import Ranks, make_run
-from tests.ranks.test_tensor_parallel import one_thread
+from tests.ranks.rank_pool import Ranks, make_run, one_thread
 
 pytestmark = [pytest.mark.ranks, pytest.mark.long]  # transformers takes seconds to import
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from clustertrain import reading
 from clustertrain.checkpoint.format.safetensors_files import WeightFiles, read_weight_files
+from clustertrain.checkpoint.format.tensor_differences import list_differences
 from clustertrain.config.adapter import AdapterSpec
 from clustertrain.errors import ConfigError, NotFound
 
@@ -150,17 +151,11 @@ def check_adapter(
 
 
 def _check_tensors(folder: Path, files: WeightFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    lines = [f"{name} is missing" for name in shapes if name not in files.tensors]
-    lines += [f"{name} is in no adapted layer" for name in files.tensors if name not in shapes]
-    lines += [
-        f"{name} has shape {list(t.shape)}, not {list(shapes[name])}"
-        for name, t in files.tensors.items()
-        if name in shapes and t.shape != shapes[name]
-    ]
+    lines = list_differences(files.tensors, shapes, not_expected="is in no adapted layer")
     if lines:
-        shown = "\n  ".join(lines[:8]) + (f"\n  … and {len(lines) - 8} more" if len(lines) > 8 else "")
         raise ConfigError(
-            f"adapter.init = {str(folder)!r}: the tensors do not match adapter.target_modules:\n  {shown}",
+            f"adapter.init = {str(folder)!r}: the tensors do not match adapter.target_modules:\n  "
+            + "\n  ".join(lines),
             fix="choose the target_modules that this adapter was trained with, and the same model",
         )
 

@@ -6,7 +6,6 @@ files, with an index of the tensors in each.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, TypeGuard
 
 from clustertrain import reading
 from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
+from clustertrain.checkpoint.format.tensor_differences import list_differences
 from clustertrain.errors import ConfigError, NotFound
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -34,8 +34,6 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_FLOATS = ("float32", "bfloat16", "float16", "float64")  # not from dtypes, which imports NumPy
-_MAX_SHOWN = 20  # lines of a message
 _TIED_HEAD = "lm_head.weight"
 _FIX = "download the file again"
 
@@ -195,26 +193,13 @@ def check_tensors(
     Raises:
         ConfigError: they do not; the message lists all differences.
     """
-    names = list(files.tensors)
-    lines = []
-    for name, shape in expected.items():
-        tensor = files.tensors.get(name)
-        if tensor is None:
-            close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-            lines.append(f"{name} is missing" + (f"; the nearest name is {close[0]}" if close else ""))
-        elif tensor.shape != shape:
-            lines.append(f"{name} has shape {list(tensor.shape)}, not {list(shape)}")
-        elif tensor.dtype not in _FLOATS and name not in integers:
-            lines.append(f"{name} has dtype {tensor.dtype}, which is not {', '.join(_FLOATS)}")
-    unexpected = [name for name in names if name not in (*expected, *ignored) and not _is_ignored(name, expected)]
-    lines += [f"{name} is not in the model" for name in unexpected]
-    if not lines:
-        return
-    shown = lines if len(lines) <= _MAX_SHOWN else [*lines[:_MAX_SHOWN], f"… and {len(lines) - _MAX_SHOWN} more"]
-    raise ConfigError(
-        f"{files.folder}: the tensors are not those of {source}:\n  " + "\n  ".join(shown),
-        fix="choose weights of the same model, or change its sizes",
-    )
+    buffers = {name for name in files.tensors if _is_ignored(name, expected)}
+    lines = list_differences(files.tensors, expected, integers=integers, ignored=buffers.union(ignored))
+    if lines:
+        raise ConfigError(
+            f"{files.folder}: the tensors are not those of {source}:\n  " + "\n  ".join(lines),
+            fix="choose weights of the same model, or change its sizes",
+        )
 
 
 def _is_ignored(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:

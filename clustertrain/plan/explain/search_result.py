@@ -169,14 +169,14 @@ def _tensor_exclusion(problem: SearchProblem) -> str:
     for tp in (n for n in range(2, problem.gpus_per_node + 1) if problem.gpus_per_node % n == 0):
         if sizes := indivisible_sizes(problem.model, tp):
             return f"tp {tp} does not divide {sizes}"
-        if problem.parallel.sequence_parallel and problem.seq_len % tp:
-            return f"tp {tp} with sequence parallel does not divide seq_len {problem.seq_len}"
+        if problem.parallel.sequence_parallel and problem.sequence_len % tp:
+            return f"tp {tp} with sequence parallel does not divide seq_len {problem.sequence_len}"
     return ""
 
 
 def _context_exclusion(problem: SearchProblem) -> str:
-    if problem.seq_len % 2:
-        return f"cp 2 does not divide seq_len {problem.seq_len}"
+    if problem.sequence_len % 2:
+        return f"cp 2 does not divide seq_len {problem.sequence_len}"
     return f"cp 2 does not divide {problem.world_size} ranks" if problem.world_size % 2 else ""
 
 

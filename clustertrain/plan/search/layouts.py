@@ -63,6 +63,7 @@ class SearchProblem:
     world_size: int
     gpus_per_node: int
     seq_len: int
+    """Tokens of a sample."""
     global_batch: int
     precision: Precision
     parallel: ParallelSpec
@@ -72,6 +73,12 @@ class SearchProblem:
     """Memory that a rank may use, without the safety margin."""
     constraints: SearchConstraints = field(default_factory=SearchConstraints)
     attention: AttentionChoice = field(default_factory=AttentionChoice)
+    sequences_per_sample: int = 1
+
+    @property
+    def sequence_len(self) -> int:
+        """Tokens of each sequence, which sequence and context parallelism split."""
+        return self.seq_len // self.sequences_per_sample
 
 
 @dataclass(frozen=True)
@@ -422,7 +429,7 @@ def _tensor_degrees(problem: SearchProblem) -> list[int]:
         for tp in sorted(divisors(problem.gpus_per_node))
         if problem.world_size % tp == 0
         and not indivisible_sizes(problem.model, tp)
-        and not (sequence_parallel and problem.seq_len % tp)
+        and not (sequence_parallel and problem.sequence_len % tp)
         and (adapter is None or adapter.allows_tp(problem.model, tp))
     ]
 
@@ -432,7 +439,7 @@ def _context_degrees(problem: SearchProblem, tp: int) -> list[int]:
     return [
         cp
         for cp in (1, 2, 4, 8, 16, 32)
-        if problem.world_size % (tp * cp) == 0 and problem.seq_len % (cp * sp_degree) == 0
+        if problem.world_size % (tp * cp) == 0 and problem.sequence_len % (cp * sp_degree) == 0
     ]
 
 

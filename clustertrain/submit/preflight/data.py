@@ -64,13 +64,21 @@ def check_data(prepared: PreparedRun) -> str | None:
 def check_epoch_size(prepared: PreparedRun) -> str | None:
     """Return a note if a global batch exceeds the number of training samples, as far as that is known here."""
     recipe, batch = prepared.spec.recipe, prepared.plan.batch.global_batch
-    samples = count_samples(recipe) if prepared.spec.script is None else None
+    if prepared.spec.script is not None:
+        return None
+    if recipe.data.samples:
+        return _note_large_batch(recipe, batch, str(recipe.data.samples), recipe.data.samples)
+    samples = count_samples(recipe)
     if samples is None:
         return None
     is_single_file = recipe.data_path is not None and recipe.data_path.is_file()
     is_upper_bound = recipe.data_kind in ("text", "pairs") and recipe.data.path != DIGITS and not is_single_file
     qualifier = "at most " if is_upper_bound else "about " if recipe.data.validation else ""
     samples = round(samples * (1 - recipe.data.validation))
+    return _note_large_batch(recipe, batch, f"{qualifier}{samples}", samples)
+
+
+def _note_large_batch(recipe: Recipe, batch: int, formatted: str, samples: int) -> str | None:
     if batch <= samples:
         return None
     default, *_ = BUILT_IN_DATASETS.get(recipe.data_kind, ("",))
@@ -78,7 +86,7 @@ def check_epoch_size(prepared: PreparedRun) -> str | None:
         recipe.data.description if recipe.data.path or recipe.data.entry else f"data.path = {default!r}, the default"
     )
     return (
-        f"train.global_batch = {batch} is more than all samples of {source}, {qualifier}{samples}: each step "
+        f"train.global_batch = {batch} is more than all samples of {source}, {formatted}: each step "
         "repeats some of them and covers more than an epoch"
     )
 

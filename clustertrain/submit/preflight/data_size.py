@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -39,7 +39,9 @@ def resolve_epochs(run: ResolvedRun) -> ResolvedRun:
     if run.spec.script is not None or not epochs.has_epoch_keys(recipe):
         return run
     samples = recipe.data.samples or count_training_samples(run)
-    global_batch = decide(PlanRequest(run.spec, run.spec.job.device, run.profile)).batch.global_batch
+    global_batch = recipe.train.global_batch
+    if not global_batch:
+        global_batch = decide(PlanRequest(run.spec, run.spec.job.device, run.profile)).batch.global_batch
     resolved = epochs.resolve_epochs(recipe, samples, global_batch)
     return dataclasses.replace(run, spec=msgspec.structs.replace(run.spec, recipe=resolved))
 
@@ -65,11 +67,21 @@ def count_training_samples(run: ResolvedRun) -> int:
         raise _build_error(recipe, "the ranks' Python, which would count them, is in the image")
     if (problem := run.python.ranks.find_trainer_problem()) is not None:
         raise _build_error(recipe, f"{problem.message} ({problem.fix})")
-    # Every user of the machine can read the arguments, so they must not contain the webhook.
-    counted = msgspec.structs.replace(recipe, telemetry=TelemetrySpec())
-    request = json.dumps(msgspec.to_builtins(counted), sort_keys=True)
     env = {**settings.strip_allocation_env(run.parsed.request.environ), **run.spec.env}
-    return _count_in_process(request, run.python.ranks.path, run.code, tuple(sorted(env.items())), _name_keys(recipe))
+    content = msgspec.json.encode((recipe.data, recipe.model, recipe.objective))
+    return _count_in_process(_Count(content, run.python.ranks.path, run.code, tuple(sorted(env.items())), recipe))
+
+
+@dataclass(frozen=True)
+class _Count:
+    """A number of samples to count. Two are equal if the numbers are."""
+
+    content: bytes
+    """What decides the number."""
+    python: str
+    package: Path | None
+    environ: tuple[tuple[str, str], ...]
+    recipe: Recipe = field(compare=False)
 
 
 def _count_without_building(recipe: Recipe) -> int | None:
@@ -82,17 +94,18 @@ def _count_without_building(recipe: Recipe) -> int | None:
 
 
 @functools.lru_cache(maxsize=64)  # the runs of a sweep have the same data
-def _count_in_process(
-    request: str, python: str, package: Path | None, environ: tuple[tuple[str, str], ...], keys: str
-) -> int:
-    argv = proc.python_module_argv(python, "clustertrain.train.tools.data_size", request)
-    env: Mapping[str, str] = dict(environ)
+def _count_in_process(count: _Count) -> int:
+    # Every user of the machine can read the arguments, so they must not contain the webhook.
+    request = json.dumps(msgspec.to_builtins(msgspec.structs.replace(count.recipe, telemetry=TelemetrySpec())))
+    argv = proc.python_module_argv(count.python, "clustertrain.train.tools.data_size", request)
+    env = python_path.build_environment(count.package, dict(count.environ))
+    keys = _name_keys(count.recipe)
     try:
-        result = proc.run(argv, timeout_s=TIMEOUT_S, env=python_path.build_environment(package, env), check=False)
+        result = proc.run(argv, timeout_s=TIMEOUT_S, env=env, check=False)
     except CommandFailed as e:
         # The message of a timeout contains the request: leave it out.
-        reason = f"no answer in {TIMEOUT_S:g} s" if Path(python).exists() else e.message
-        raise ConfigError(f"{keys}: the samples cannot be counted: {python}: {reason}", fix=_FIX) from e
+        reason = f"no answer in {TIMEOUT_S:g} s" if Path(count.python).exists() else e.message
+        raise ConfigError(f"{keys}: the samples cannot be counted: {count.python}: {reason}", fix=_FIX) from e
     try:
         answer = json.loads(result.stdout)
     except ValueError as e:

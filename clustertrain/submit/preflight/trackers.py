@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from clustertrain import extras
+from clustertrain.config.checkpoint import KEEP_BEST_AUTO
 from clustertrain.config.job import RunSpec
 from clustertrain.config.tracking import TrackingSpec
+from clustertrain.errors import ConfigError
 from clustertrain.submit.job_python import Interpreter
 
 
@@ -17,8 +19,20 @@ def check_run_trackers(spec: RunSpec, python: Interpreter) -> list[str]:
 
     Raises:
         UnsuitableEnvironment: a package is known to be missing.
+        ConfigError: the best model is to be logged, and no checkpoint will be the best.
     """
-    return check_trackers(spec.recipe.tracking, python, {**os.environ, **spec.env})
+    recipe = spec.recipe
+    # A script decides itself whether it evaluates.
+    ranks_none = (
+        recipe.checkpoint.keep_best == KEEP_BEST_AUTO and spec.script is None and not recipe.data.has_validation
+    )
+    if recipe.tracking.log_model == "best" and (recipe.checkpoint.keep_best == 0 or ranks_none):
+        reason = "keep_best = 0" if recipe.checkpoint.keep_best == 0 else "the run does not evaluate"
+        raise ConfigError(
+            f"tracking.log_model = 'best': no checkpoint will be the best, because {reason}",
+            fix="set checkpoint.keep_best = 1, or tracking.log_model = 'last'",
+        )
+    return check_trackers(recipe.tracking, python, {**os.environ, **spec.env})
 
 
 def check_trackers(spec: TrackingSpec, python: Interpreter, environ: Mapping[str, str]) -> list[str]:

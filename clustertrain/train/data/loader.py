@@ -145,15 +145,17 @@ class Loader:
 
         With ``micro_batch``, numbered over all data-parallel ranks, it names only the samples of that micro-batch.
         """
-        if micro_batch < 0:
-            pairs, scope = self._sample_pairs(position, 0, self.global_batch), "the global batch"
-        else:
-            rank, index = divmod(micro_batch, self._micro_batches_per_step)
-            pairs = self.micro_batches_at(position, rank)[index]
-            scope = f"micro-batch {index} of data-parallel rank {rank}"
+        pairs, scope = self._select(position, micro_batch)
         first, last = (divmod(pairs[i][1], len(self._dataset))[0] for i in (0, -1))
         epochs = f"epoch {first}" if first == last else f"epochs {first} and {last}"
         return f"{scope}, {epochs}: {format_samples(self._dataset, [sample for sample, _ in pairs])}"
+
+    def _select(self, position: int, micro_batch: int) -> tuple[list[tuple[int, int]], str]:
+        """Return the (sample, position) pairs that :meth:`describe_batch` names, and what they are."""
+        if micro_batch < 0:
+            return self._sample_pairs(position, 0, self.global_batch), "the global batch"
+        rank, index = divmod(micro_batch, self._micro_batches_per_step)
+        return self.micro_batches_at(position, rank)[index], f"micro-batch {index} of data-parallel rank {rank}"
 
     def next_position(self, position: int) -> int:
         """Return the position after the global batch that starts at ``position``."""

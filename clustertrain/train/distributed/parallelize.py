@@ -38,11 +38,11 @@ def parallelize(
     from (seed, name), so that values do not depend on the layout. For any other model, rank 0's values are broadcast.
 
     Args:
-        will_load: names of parameters that the caller loads afterwards; on the meta device they are not filled.
+        will_load: names of tensors that the caller loads afterwards; on the meta device they are not filled.
 
     Raises:
-        ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
-            support the layout.
+        ConfigError: the model is on the meta device without ``init_parameter`` or with other buffers there, or does
+            not support the layout.
     """
     layout = context.layout
     on_meta = any(p.is_meta for p in model.parameters())
@@ -100,7 +100,7 @@ def _check_meta(model: nn.Module, will_load: Collection[str]) -> None:
             fix="add the method, or build the model on the CPU",
         )
     for name, buffer in model.named_buffers():
-        if buffer.is_meta:
+        if buffer.is_meta and clean_fqn(name) not in will_load:
             raise ConfigError(
                 f"buffer {name} is on the meta device, and nothing would fill it", fix="build it on the CPU"
             )

@@ -15,7 +15,7 @@ from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.errors import ConfigError
 from clustertrain.train.distributed import low_bit
 from clustertrain.train.distributed.parallelize import parallelize
-from clustertrain.train.models import train_mode
+from clustertrain.train.models import meta_buffers, train_mode
 from clustertrain.train.optim import build, param_groups, param_info
 from clustertrain.train.session import adapter_setup, pretrained
 from clustertrain.train.session.adapter_setup import AdapterSetup
@@ -72,6 +72,7 @@ def prepare_model(
     packed = low_bit.packed_shapes(model)
     selected = pretrained.select(weights, model, runtime.context.layout)
     will_load = frozenset(name for s in selected for name in s.parameter_names())
+    meta_buffers.fill(model)
     parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed, will_load=will_load)
     if adapter is not None:
         runtime.checkpointer.adapter = adapter.describe(pretrained.find_whole(selected))

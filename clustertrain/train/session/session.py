@@ -148,9 +148,9 @@ class Session:
     ) -> nn.Module:
         """Have :meth:`parallelize` load the weights of ``model`` from a file or another run, and return ``model``.
 
-        Call it before :meth:`parallelize`. The parameters, but not the buffers, may be on the meta device: each rank
-        then reads only its own part of the weights. They are converted to the model's dtypes. Nothing is read if the
-        run resumes from a checkpoint. Collective.
+        Call it before :meth:`parallelize`. The model may be on the meta device: each rank then reads only its own part
+        of the weights. Buffers that are not in the file must have values, unless transformers computes them. The
+        weights are converted to the model's dtypes. Nothing is read if the run resumes from a checkpoint. Collective.
 
         Call it once for each separately trained part; other modules are initialized as usual::
 

@@ -98,7 +98,8 @@ class LossTrend:
         before, now = statistics.median(recent[:WINDOW_STEPS]), statistics.median(recent[WINDOW_STEPS:])
         spread = _MAD_TO_STD * statistics.median(abs(loss - now) for loss in recent[WINDOW_STEPS:])
         swing, fall = spread / abs(now) if now else 0.0, (first - now) / abs(first)
-        if swing > MAX_SWING and now > before * (1 - MIN_FALL) and now > first / 2:
+        has_stopped = now > before - MIN_FALL * abs(before) and now > first - abs(first) / 2
+        if swing > MAX_SWING and has_stopped:
             yield Finding(
                 "loss_oscillating",
                 f"the loss oscillates by {swing:.0%} around {now:.4g} and does not fall",

@@ -248,7 +248,12 @@ def _find_largest(row: Mapping[str, Any], prefix: str) -> tuple[str, float]:
 def _find_vanishing_layer_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
     """Yield a warning if a layer's gradient is far smaller than the others', in a row with the columns of layers."""
     norms = {k.partition("/")[2]: v for k, v in row.items() if k.startswith("grad_norm/") and isinstance(v, float)}
-    trained = {name: norm for name, norm in norms.items() if norm > 0 and math.isfinite(norm)}  # 0: frozen
+    # Frozen layers have a norm of 0, and no update. Weight decay updates a layer whose gradients are 0.
+    trained = {
+        name: norm
+        for name, norm in norms.items()
+        if math.isfinite(norm) and (norm > 0 or (_as_float(row.get(f"update_ratio/{name}")) or 0.0) > 0)
+    }
     smallest, largest = min(trained, key=trained.__getitem__, default=""), max(trained.values(), default=0.0)
     if trained and trained[smallest] < MIN_UNIT_RATIO * largest:
         yield TrainingWarning(

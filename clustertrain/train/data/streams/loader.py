@@ -80,7 +80,8 @@ class StreamLoader(Loader):
 
     def describe_batch(self, position: int, micro_batch: int = -1) -> str:
         """Return a text with the positions of the samples, which only say how many came before."""
-        return f"samples {position} to {position + self.global_batch - 1} of the stream, in the order of this run"
+        pairs, scope = self._select(position, micro_batch)
+        return f"{scope}: samples {pairs[0][0]} to {pairs[-1][0]} of the stream, in the order of this run"
 
     def exclude(self, ranges: Sequence[Sequence[int]]) -> None:
         """Refuse: a stream cannot leave samples out by their position."""

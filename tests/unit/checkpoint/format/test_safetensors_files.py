@@ -121,9 +121,23 @@ def test_all_differences_from_the_model_are_listed(tmp_path: Path) -> None:
         check_tensors(files, {"model.norm.weight": (5,), "model.layers.0.weight": (2,), "ids": (2,)}, "the decoder")
     assert error.value.message.splitlines() == [
         f"{tmp_path}: the tensors are not those of the decoder:",
-        "  model.norm.weight has shape [4], not [5]",
         "  model.layers.0.weight is missing; the nearest name is model.lays.0.weight",
+        "  model.norm.weight has shape [4], not [5]",
         "  ids has dtype int64, which is not float32, bfloat16, float16, float64",
         "  model.lays.0.weight is not in the model",
         "  q.bias is not in the model",
+    ]
+
+
+def test_layers_that_differ_alike_share_a_line(tmp_path: Path) -> None:
+    shapes = {f"layers.{n}.{part}": (2,) for n in (0, 1, 2, 5) for part in ("q", "k")}
+    entries = {f"layers.{n}.k": entry([3]) for n in (0, 1, 2)} | {f"layers.{n}.query.9": entry([2]) for n in range(30)}
+    files = read_weight_files(write(tmp_path / "model.safetensors", entries))
+    with pytest.raises(ConfigError) as error:
+        check_tensors(files, shapes, "the decoder")
+    assert error.value.message.splitlines()[1:] == [
+        "  layers.{0-2,5}.q is missing (4 tensors)",
+        "  layers.5.k is missing",
+        "  layers.{0-2}.k has shape [3], not [2] (3 tensors)",
+        "  layers.{0-29}.query.9 is not in the model (30 tensors)",
     ]

@@ -173,6 +173,14 @@ def test_shard_groups_stay_within_published_size() -> None:
     assert requested is not None and requested.layout.dp_shard == 2048
 
 
+def test_pairs_of_odd_sequences_are_not_split_by_length() -> None:
+    odd = problem(LLAMA_8B, world=8, seq_len=2 * 2049, sequences_per_sample=2)
+    candidates = search(odd).fitting
+    assert candidates and {(c.layout.tp, c.layout.cp) for c in candidates} == {(1, 1)}
+    even = search(dataclasses.replace(odd, seq_len=2 * 2048)).fitting
+    assert {1, 2} <= {c.layout.tp for c in even}
+
+
 def test_offload_applies_to_sharded_layouts() -> None:
     parallel = problem(LLAMA_8B).parallel
     offloaded = dataclasses.replace(problem(LLAMA_8B, world=8), parallel=type(parallel)(offload=True))

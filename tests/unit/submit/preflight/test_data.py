@@ -187,6 +187,15 @@ def test_global_batch_above_dataset_size_is_noted(tables: dict[str, Any], sample
         assert data_here.check_epoch_size(prepare_run(tmp_path, **tables, train={"global_batch": 32})) is None
 
 
+def test_global_batch_above_the_given_number_of_samples_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.py").write_text("a" * 4096)
+    tables: dict[str, Any] = {"data": {"path": "texts", "seq_len": 16, "samples": 60}}
+    note = data_here.check_epoch_size(prepare_run(tmp_path, **tables, train={"global_batch": 64, "epochs": 20}))
+    assert note is not None and ", 60: each step" in note
+    assert data_here.check_epoch_size(prepare_run(tmp_path, **tables, train={"global_batch": 60, "epochs": 20})) is None
+
+
 def test_unknown_dataset_size_is_not_noted(tmp_path: Path) -> None:
     (tmp_path / "classes" / "one").mkdir(parents=True)
     tables = {"model": {"kind": "convnet"}, "data": {"path": "classes"}, "train": {"global_batch": 2**20}}

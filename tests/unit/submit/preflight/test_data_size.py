@@ -47,12 +47,16 @@ def test_global_batch_of_the_plan_counts(tmp_path: Path) -> None:
 
 def test_samples_of_an_entry_are_counted_in_a_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n\n\n"
         "class Data:\n    def __len__(self):\n        return 41\n\n"
         "    def __getitem__(self, i):\n        return i\n\n\n"
-        "def make():\n    print('hello')\n    return Data()\n\n\ndef fail():\n    raise OSError('no disk')\n"
+        "def make():\n    print('hello')\n    with Path(__file__).with_name('calls').open('a') as f:\n"
+        "        f.write('.')\n    return Data()\n\n\ndef fail():\n    raise OSError('no disk')\n"
     )
     custom = ("data.kind=custom", "train.epochs=2")
-    assert prepare_run(tmp_path, *custom, "data.entry=mine:make").spec.recipe.train.steps == 11
+    for lr in (0.1, 0.2):  # as in a sweep
+        assert prepare_run(tmp_path, *custom, "data.entry=mine:make", f"optim.lr={lr}").spec.recipe.train.steps == 11
+    assert (tmp_path / "calls").read_text() == "."
     with pytest.raises(ConfigError, match="the samples cannot be counted: OSError: no disk") as caught:
         prepare_run(tmp_path, *custom, "data.entry=mine:fail")
     assert "data.samples" in caught.value.fix

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.tracking import Tracker, TrackingSpec
@@ -38,6 +41,29 @@ def test_missing_tracker_package_is_refused(name: Tracker) -> None:
 def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], expected: list[str]) -> None:
     notes = trackers.check_trackers(spec, UNKNOWN, environ)
     assert len(notes) == len(expected) and all(a in b for a, b in zip(expected, notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tables", "script", "reason"),
+    [
+        ({"data": {"validation": 0.1}}, None, None),
+        ({"data": {"validation": 0.1}, "checkpoint": {"keep_best": 0}}, None, "keep_best = 0"),
+        ({}, None, "the run does not evaluate"),
+        ({"checkpoint": {"keep_best": 1}}, None, None),  # by the training loss
+        ({}, ScriptSpec(path="train.py", cwd="/home/me"), None),
+        ({"checkpoint": {"keep_best": 0}}, ScriptSpec(path="train.py", cwd="/home/me"), "keep_best = 0"),
+    ],
+)
+def test_best_model_needs_a_best_checkpoint(
+    tables: dict[str, Any], script: ScriptSpec | None, reason: str | None
+) -> None:
+    recipe = build({"tracking": {"trackers": ["mlflow"], "log_model": "best"}, **tables}, Recipe, "recipe.toml")
+    spec = RunSpec(recipe=recipe, job=JobSpec(), script=script)
+    if reason is None:
+        assert trackers.check_run_trackers(spec, UNKNOWN) == []
+        return
+    with pytest.raises(ConfigError, match=rf"tracking.log_model = 'best': no checkpoint .*because {reason}"):
+        trackers.check_run_trackers(spec, UNKNOWN)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def test_oscillating_loss_is_found() -> None:
     assert set(run.train([3.0, 30.0] * 100)) == {"loss_oscillating"}
 
 
+def test_oscillation_of_a_negative_loss_is_found() -> None:
+    run = Run()
+    assert run.train([-5.5] * 20) == []
+    assert set(run.train([-3.0, -9.0] * 100)) == {"loss_oscillating"}
+    falling = Run()
+    assert falling.train([1.0 - 0.1 * step for step in range(300)]) == []
+
+
 def test_noise_around_a_small_loss_is_not_oscillation() -> None:
     run = Run()
     assert run.train([2.0 * math.exp(-step / 50) for step in range(300)]) == []

@@ -193,6 +193,13 @@ def test_vanishing_layer_is_named(recorder: WarningRecorder) -> None:
     assert "the gradient norm of embed is 8e-12" in recorder.events[0]["text"]
 
 
+def test_layer_with_gradients_of_zero_is_named_unless_it_is_frozen(recorder: WarningRecorder) -> None:
+    row = {"grad_norm/embed": 0.0, "update_ratio/embed": 1e-5, "grad_norm/head": 0.5, "update_ratio/head": 1e-3}
+    assert recorder.observe(**{**row, "update_ratio/embed": 0.0}) == []
+    assert recorder.observe(**row) == ["layer_vanishing"]
+    assert "the gradient norm of embed is 0, " in recorder.events[0]["text"]
+
+
 def test_layers_of_similar_norms_do_not_warn(recorder: WarningRecorder) -> None:
     assert recorder.observe(**{"grad_norm/embed": 1e-3, "grad_norm/head": 0.5, "grad_norm/bad": math.nan}) == []
 

@@ -169,6 +169,12 @@ def test_parts_resume_on_the_rank_that_read_them(entry: str) -> None:
         open_loader(entry, 0, 2).load_rank_state(rank_state)
 
 
+def test_bad_micro_batch_is_described_by_the_samples_before_it() -> None:
+    loader = open_loader("counter", 1, 2)  # micro-batches of 1, two for each rank
+    assert loader.describe_batch(8).startswith("the global batch: samples 8 to 11 of the stream")
+    assert loader.describe_batch(8, 3).startswith("micro-batch 1 of data-parallel rank 1: samples 11 to 11 of the")
+
+
 def test_reading_does_not_touch_the_generators_of_training() -> None:
     loader = open_loader("generator", 0, 2)
     random.seed(5)
