@@ -77,7 +77,7 @@ def continue_under_each(run: RunDir, layouts: list[Layout]) -> tuple[dict[int, t
     return losses, loads
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [("lora", LAYOUTS), ("dora", LAYOUTS[-3:-1])])
+@pytest.mark.parametrize(("kind", "layouts"), [("lora", LAYOUTS), ("dora", LAYOUTS[-3:-1])], ids=["lora", "dora"])
 def test_each_layout_continues_the_run_of_another(
     tmp_path: Path, weights: Path, kind: str, layouts: list[Layout]
 ) -> None:
