@@ -55,7 +55,9 @@ class PrintableStream:
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
 
-    def write(self, text: str) -> int:
+    def write(self, text: str | bytes) -> int:
+        if isinstance(text, bytes):  # click's, for the completion of a shell
+            text = text.decode(errors="backslashreplace")
         return self.raw.write(_escape_unencodable(printable(text), self.raw.encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -23,13 +23,9 @@ from clustertrain.run.results import (
     RankOutcome,
     RankResult,
     parse_rank_result,
+    sort_failures,
 )
 
-# The first kind in this list explains the others: a rank that raises or crashes makes its peers' collectives fail.
-_KIND_PRIORITY: tuple[FailureKind, ...] = (
-    "environment", "out_of_memory", "user_error", "device", "storage", "hang", "crashed", "exited", "communication",
-    "killed",
-)  # fmt: skip
 # torchrun prints this after ranks that it started died: then the ranks explain the failure, not torchrun.
 _CHILD_FAILED = "ChildFailedError"
 _FAILURE_TABLE = "Failures:"  # torchrun's table of the ranks that did not exit with 0
@@ -119,12 +115,10 @@ def build_node_result(
 
 def _rank_failure(node: str, outcomes: Sequence[RankOutcome]) -> tuple[FailureKind, str]:
     """Return the kind and message of the rank that explains the failure."""
-    failed = [o for o in outcomes if o.ending == "failed"]
-    kinds = {o.kind for o in failed}
-    kind: FailureKind = next((k for k in _KIND_PRIORITY if k in kinds), "unknown")
+    culprit = sort_failures(outcomes)[0]
+    kind: FailureKind = culprit.kind or "unknown"
     if kind == "hang":
         return kind, hang_analysis.describe_hang({node: outcomes})
-    culprit = next((o for o in failed if (o.kind or "unknown") == kind), failed[0])
     error = culprit.error
     reason = f"{error.type}: {error.message}" if error else "it was killed and left no record"
     return kind, f"rank {culprit.rank} on {node}: {reason}"

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clustertrain.cli.completion import complete_runs
 from clustertrain.errors import AmbiguousName, NotFound
 from clustertrain.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
 
-run_argument = click.argument("name", metavar="[RUN]", default="latest")
+run_argument = click.argument("name", metavar="[RUN]", default="latest", shell_complete=complete_runs)
 # No default: these commands cannot be undone.
-required_run_argument = click.argument("name", metavar="RUN")
+required_run_argument = click.argument("name", metavar="RUN", shell_complete=complete_runs)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from clustertrain.cli.common import find_runs, json_option, print_json
+from clustertrain.cli.completion import complete_runs
 from clustertrain.errors import UsageError
 
 
 @click.command()
-@click.argument("names", metavar="A B [C…]", nargs=-1, required=True)
+@click.argument("names", metavar="A B [C…]", nargs=-1, required=True, shell_complete=complete_runs)
 @click.option(
     "--metric", "metrics", multiple=True, metavar="NAME", help="Metric to show; the first one ranks the runs."
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clustertrain.cli.common import json_option, print_json
+from clustertrain.cli.completion import complete_checks, complete_keys
 from clustertrain.errors import EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY.PATH=VALUE",
+    help="Set a recipe key.",
+    shell_complete=complete_keys,
+)
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
     help="Write the curves of the checks that have them.",
 )
 @json_option
-@click.argument("check", required=False, metavar="[CHECK]")
+@click.argument("check", required=False, metavar="[CHECK]", shell_complete=complete_checks)
 @click.argument("recipe", required=False, metavar="[RECIPE.toml]")
 def diagnose(
     assignments: tuple[str, ...], plot: Path | None, as_json: bool, check: str | None, recipe: str | None

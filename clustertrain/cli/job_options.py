@@ -12,6 +12,7 @@ import click
 
 from clustertrain import reading
 from clustertrain.cli.common import json_option
+from clustertrain.cli.completion import complete_gpu_types, complete_keys, complete_profiles
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,6 +81,13 @@ class TargetCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class _LayoutChoice(_Choice):
+    """A layout. DeepSpeed's names for sharded layouts are accepted."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert({"zero2": "fsdp-grad-op", "zero3": "fsdp"}.get(value, value), param, ctx)
+
+
 class _RuntimeChoice(_Choice):
     """A container runtime. What users of related programs write for one is accepted, or refused with the runtime."""
 
@@ -137,9 +145,20 @@ _COMMAND_OPTIONS = (
 _JOB_OPTIONS = (
     _option("Resources", "--nodes", type=POSITIVE, metavar="N", help="Number of nodes."),
     _option(
-        "Resources", "--gpus", type=POSITIVE, metavar="G", help="GPUs per node (ranks per node with --device cpu)."
+        "Resources",
+        "--gpus",
+        "--gpus-per-node",
+        type=POSITIVE,
+        metavar="G",
+        help="GPUs per node (ranks per node with --device cpu).",
     ),
-    _option("Resources", "--gpu-type", metavar="TYPE", help="GPU type as Slurm names it, for example h100."),
+    _option(
+        "Resources",
+        "--gpu-type",
+        metavar="TYPE",
+        shell_complete=complete_gpu_types,
+        help="GPU type as Slurm names it, for example h100.",
+    ),
     _option("Resources", "--cpus-per-gpu", type=POSITIVE, metavar="N", help="CPU cores per GPU (per rank on a CPU)."),
     _option("Resources", "--mem", metavar="SIZE", help="Memory per node, as sbatch takes it."),
     _option("Resources", "--time", metavar="LIMIT", help="Time limit: minutes, H:M:S or D-H:M:S."),
@@ -149,7 +168,12 @@ _JOB_OPTIONS = (
         type=click.Choice(["auto", "cuda", "cpu"]),
         help="auto: cuda on Slurm, with --gpu-type or if this machine has a GPU, otherwise cpu.",
     ),
-    _option("Parallelism", "--layout", type=click.Choice(_LAYOUTS), help="Data-parallel strategy."),
+    _option(
+        "Parallelism",
+        "--layout",
+        type=_LayoutChoice(_LAYOUTS),
+        help="Data-parallel strategy. zero2 is fsdp-grad-op, and zero3 is fsdp.",
+    ),
     _option("Parallelism", "--tp", type=POSITIVE, metavar="N", help="Tensor-parallel degree."),
     _option("Parallelism", "--pp", type=POSITIVE, metavar="N", help="Pipeline-parallel degree."),
     _option("Parallelism", "--cp", type=POSITIVE, metavar="N", help="Context-parallel degree."),
@@ -163,7 +187,13 @@ _JOB_OPTIONS = (
         type=click.Choice(["auto", "slurm", "local"]),
         help="auto: Slurm if it is installed, otherwise this machine unless the job needs a cluster.",
     ),
-    _option("Scheduler", "--cluster", metavar="PROFILE", help="Cluster profile (default: $CLUSTERTRAIN_CLUSTER)."),
+    _option(
+        "Scheduler",
+        "--cluster",
+        metavar="PROFILE",
+        shell_complete=complete_profiles,
+        help="Cluster profile (default: $CLUSTERTRAIN_CLUSTER).",
+    ),
     _option("Scheduler", "--partition", metavar="NAME", help="Slurm partition."),
     _option("Scheduler", "--account", metavar="NAME", help="Slurm account to charge."),
     _option("Scheduler", "--qos", metavar="NAME", help="Slurm quality of service."),
@@ -221,7 +251,15 @@ _OTHER_OPTIONS = (
         help="Mount a host path into the containers (repeatable); ro: read-only, rw: writable (default).",
     ),
     _option("Scheduler", "--sbatch", multiple=True, metavar="KEY=VALUE", help="Pass another option to sbatch."),
-    _option("Run", "--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key."),
+    _option(
+        "Run",
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY.PATH=VALUE",
+        shell_complete=complete_keys,
+        help="Set a recipe key.",
+    ),
     _option(
         "Run",
         "--profile",

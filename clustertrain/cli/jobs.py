@@ -20,6 +20,7 @@ from clustertrain.cli.common import (
     required_run_argument,
     run_argument,
 )
+from clustertrain.cli.completion import complete_runs
 from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
@@ -48,11 +49,21 @@ def _log_event(run: RunDir, event: str, **fields: Any) -> None:
 @json_option
 def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) -> None:
     """List your runs, newest first."""
+    import msgspec
+
+    from clustertrain.report.progress import Progress, load_progress
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     statuses = run_statuses(_runs_of_recipe(recipe, same_as)[:limit])
+    now = clock.now()
+    progress = [Progress() if isinstance(x, Unreadable) else load_progress(x, now) for x in statuses]
     if as_json:
-        print_json([_unreadable_json(x) if isinstance(x, Unreadable) else status_json(x) for x in statuses])
+        print_json(
+            [
+                _unreadable_json(x) if isinstance(x, Unreadable) else {**status_json(x), **msgspec.to_builtins(p)}
+                for x, p in zip(statuses, progress, strict=True)
+            ]
+        )
         return
     from rich.console import Group
     from rich.text import Text
@@ -60,12 +71,12 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
     from clustertrain.report.status import format_remarks, runs_table
     from clustertrain.report.terminal import emit, make_console
 
-    readable_statuses = [x for x in statuses if not isinstance(x, Unreadable)]
+    readable = [(x, p) for x, p in zip(statuses, progress, strict=True) if not isinstance(x, Unreadable)]
     # Below the table, since a reason is a sentence.
     unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in statuses if isinstance(x, Unreadable)]
     console = make_console(rows=True)
-    table = [runs_table(readable_statuses, console.width)] if readable_statuses or not unreadable else []
-    emit(console, Group(*table, *unreadable, *format_remarks(readable_statuses)))
+    table = [runs_table(readable, console.width, now)] if readable or not unreadable else []
+    emit(console, Group(*table, *unreadable, *format_remarks([x for x, _ in readable])))
 
 
 def _runs_of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
@@ -99,23 +110,28 @@ def _unreadable_json(row: Any) -> dict[str, Any]:
 @run_argument
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """Show the attempts of RUN and their endings, the step, predicted and measured speed, and where the time went."""
+    """Show the progress, loss and attempts of RUN, why it failed, its predicted and measured speed, and where the time
+    went."""
     import msgspec
 
     from clustertrain.report import plan_vs_measured
+    from clustertrain.report.progress import load_progress
     from clustertrain.scheduler.run_status import run_status
 
+    now = clock.now()
     with explain_permission_errors():
         current = run_status(find_run(name))
+        progress = load_progress(current, now)
         comparison = plan_vs_measured.compare_run(current.run)
     if as_json:
-        print_json({**status_json(current), "prediction": msgspec.to_builtins(comparison)})
+        document = {**status_json(current), **msgspec.to_builtins(progress)}
+        print_json({**document, "prediction": msgspec.to_builtins(comparison)})
         return
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
 
     console = make_console(rows=True)
-    emit(console, render(current, comparison, console.width, glyphs(console)))
+    emit(console, render(current, progress, comparison, console.width, glyphs(console), now))
 
 
 def status_json(current: Any) -> dict[str, Any]:
@@ -199,7 +215,7 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
 
 
 @click.command()
-@click.argument("names", metavar="[RUN]…", nargs=-1)
+@click.argument("names", metavar="[RUN]…", nargs=-1, shell_complete=complete_runs)
 def wait(names: tuple[str, ...]) -> int:
     """Wait until all given runs have ended. Exit code 0 only if all completed; Ctrl-C stops the waiting, not the runs.
 
@@ -210,7 +226,7 @@ def wait(names: tuple[str, ...]) -> int:
 
 
 @click.command()
-@click.argument("names", metavar="RUN…", nargs=-1, required=True)
+@click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_runs)
 @json_option
 def cancel(names: tuple[str, ...], as_json: bool) -> None:
     """End pending or running runs for good. Their checkpoints stay.

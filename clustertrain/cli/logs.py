@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import re
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -13,49 +16,149 @@ from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.printable import printable, unwrap_stream
-from clustertrain.run.run_dir import RunDir, explain_permission_errors
+from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
 
 POLL_S = 0.3
 STATUS_INTERVAL_S = 3.0
 CHUNK = 1 << 16
 
 
+@dataclass(frozen=True)
+class _Selection:
+    """Whose logs to print. Of ``job``, ``node`` and ``all_ranks`` at most one is set; otherwise that of ``rank``."""
+
+    rank: int
+    attempt: int | None
+    job: bool
+    node: str | None
+    all_ranks: bool
+
+
 @click.command()
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Follow the log across requeues until the run ends.")
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank whose log to print.")
+@click.option("-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines, and new ones.")
+@click.option("--grep", "pattern", metavar="REGEX", help="Only lines that match a regular expression.")
+@click.option("--rank", type=click.IntRange(min=0), help="Rank whose log to print.  [default: 0]")
+@click.option("--all-ranks", is_flag=True, help="Print the logs of all ranks, each line with its rank.")
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.")
 @click.option("--job", is_flag=True, help="Print the job's log instead: batch script, srun and Slurm.")
 @click.option("--node", metavar="NAME", help="Print torchrun's log of this node instead.")
+@click.option("--errors", is_flag=True, help="Print how each failed rank of the last attempt failed instead.")
 @click.option("--raw", is_flag=True, help="Print the log unchanged, colors included; only to a pipe or file.")
-def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None, raw: bool) -> None:
+def logs(
+    name: str,
+    follow: bool,
+    lines: int | None,
+    pattern: str | None,
+    rank: int | None,
+    all_ranks: bool,
+    attempt: int | None,
+    job: bool,
+    node: str | None,
+    errors: bool,
+    raw: bool,
+) -> int:
     """Print the log of one rank of RUN.
 
     Control characters are shown escaped, for example as \\x1b.
     """
-    if job and node:
-        raise UsageError("--job and --node exclude each other", fix="use one of them")
+    chosen = {"--rank": rank is not None, "--all-ranks": all_ranks, "--job": job, "--node": node, "--errors": errors}
+    if len(exclusive := [option for option, is_set in chosen.items() if is_set]) > 1:
+        raise UsageError(f"{' and '.join(exclusive)} exclude each other", fix="use one of them")
     if raw and sys.stdout.isatty():
         raise UsageError(
             "--raw: the terminal would interpret control characters in the log",
             fix="leave it out, or pipe it: --raw | less -R",
         )
     run = find_run(name)
+    if errors:
+        return _print_errors(run, attempt)
+    selection = _Selection(rank or 0, attempt, job, node, all_ranks)
+    matches = _compile(pattern) if pattern is not None else None
     printed = False
     escaper = None if raw else _LogEscaper(sys.stdout.encoding)
     with explain_permission_errors():
-        for path, chunk in _read_chunks(run, follow, rank, attempt, job, node):
+        chunks = _read_chunks(run, selection, follow)
+        if lines is not None or matches is not None or all_ranks:
+            chunks = _select_lines(chunks, lines, matches, with_rank=all_ranks)
+        current: Path | None = None
+        for path, chunk in chunks:
+            if not chunk:
+                continue
             printed = True
-            if path is not None:
+            if path != current and not all_ranks:
                 click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
-            unwrap_stream(sys.stdout).buffer.write(chunk if escaper is None else escaper.escape(path, chunk))
+            unwrap_stream(sys.stdout).buffer.write(
+                chunk if escaper is None else escaper.escape(chunk, is_new_file=path != current)
+            )
             sys.stdout.flush()
+            current = path
     if escaper is not None:
         unwrap_stream(sys.stdout).buffer.write(escaper.flush())
-    if not printed and not follow:
-        raise NotFound(
-            _no_output_reason(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"
-        )
+    if not printed and matches is None and lines != 0 and not follow:
+        raise NotFound(_no_output_reason(run, selection), fix=f"`clustertrain status {run.id}` shows its attempts")
+    return 0 if printed or matches is None else 1  # as grep
+
+
+def _compile(pattern: str) -> re.Pattern[bytes]:
+    try:
+        return re.compile(pattern.encode())
+    except re.error as e:
+        raise UsageError(
+            f"--grep {pattern!r} is not a regular expression: {e}",
+            fix="put a \\ before each of .*+?()[]{}^$| that is text",
+        ) from e
+
+
+def _print_errors(run: RunDir, attempt: int | None) -> int:
+    """Print how the ranks of an attempt failed, the one first that explains the others; return the exit code."""
+    from clustertrain.report.progress import list_failures
+
+    with explain_permission_errors():
+        attempts = [a for a in run.attempts() if attempt in (None, a.n)]
+        failures = list_failures(attempts[-1]) if attempts else []
+    if not failures:
+        n = f"attempt {attempts[-1].n}" if attempts else "an attempt" if attempt is None else f"attempt {attempt}"
+        click.echo(f"no rank of {n} of {run.id} has recorded a failure", err=True)
+        return 1
+    for i, failure in enumerate(failures):
+        click.echo(printable(f"rank {failure.rank} on {failure.node}: {failure.reason}"))
+        # The others mostly fail because of the first one.
+        for line in failure.lines if i == 0 else ():
+            click.echo(printable(f"  {line}"))
+        click.echo(printable(f"  log: {failure.log}"))
+    return 0
+
+
+def _select_lines(
+    chunks: Iterator[tuple[Path, bytes]], count: int | None, pattern: re.Pattern[bytes] | None, *, with_rank: bool
+) -> Iterator[tuple[Path, bytes]]:
+    """Yield whole lines: those that match ``pattern``, and of those that exist already the last ``count``.
+
+    An empty chunk separates the existing lines from new ones.
+    """
+    last: deque[tuple[Path, bytes]] | None = None if count is None else deque(maxlen=count)
+    rests: dict[Path, bytes] = {}
+
+    def select(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[Path, bytes]]:
+        prefix = f"[{path.stem}] ".encode() if with_rank else b""
+        selected = [(path, prefix + line + b"\n") for line in lines if pattern is None or pattern.search(line)]
+        if last is None:
+            yield from selected
+        else:
+            last.extend(selected)
+
+    for path, chunk in chunks:
+        if not chunk:
+            yield from last or ()
+            last = None
+            continue
+        *whole, rests[path] = (rests.get(path, b"") + chunk).split(b"\n")
+        yield from select(path, whole)
+    for path, rest in rests.items():
+        yield from select(path, [rest] if rest else [])
+    yield from last or ()
 
 
 class _LogEscaper:
@@ -68,9 +171,9 @@ class _LogEscaper:
         self._encoding = encoding
         self._decoder = _build_decoder()
 
-    def escape(self, path: Path | None, chunk: bytes) -> bytes:
-        """Return the printable text of a chunk; ``path`` is set where a new file starts."""
-        pending = b"" if path is None else self.flush()
+    def escape(self, chunk: bytes, *, is_new_file: bool) -> bytes:
+        """Return the printable text of a chunk; ``is_new_file`` if the one before was of another file."""
+        pending = self.flush() if is_new_file else b""
         return pending + self._encode(self._decoder.decode(chunk))
 
     def flush(self) -> bytes:
@@ -87,9 +190,9 @@ def _build_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
 
-def _no_output_reason(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> str:
-    numbers = [a.n for a in run.attempts()]
-    if job or not numbers:
+def _no_output_reason(run: RunDir, selection: _Selection) -> str:
+    numbers, attempt, node = [a.n for a in run.attempts()], selection.attempt, selection.node
+    if selection.job or not numbers:
         return f"{run.id} has not printed anything yet"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
@@ -98,7 +201,8 @@ def _no_output_reason(run: RunDir, rank: int, attempt: int | None, job: bool, no
         if node in nodes or not nodes:
             return f"node {node} of {run.id} has printed nothing yet"
         return f"{run.id} has no node {node!r}: it has {', '.join(nodes)}"
-    return f"rank {rank} of {run.id} has printed nothing yet, or does not exist"
+    who = "no rank" if selection.all_ranks else f"rank {selection.rank}"
+    return f"{who} of {run.id} has printed {'anything' if selection.all_ranks else 'nothing'} yet, or does not exist"
 
 
 def _list_nodes(run: RunDir, attempt: int | None) -> list[str]:
@@ -108,28 +212,35 @@ def _list_nodes(run: RunDir, attempt: int | None) -> list[str]:
     return list(dict.fromkeys(node for record in records for node in record.nodes))
 
 
-def _log_files(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> list[Path]:
-    if job:
+def _log_files(run: RunDir, selection: _Selection) -> list[Path]:
+    if selection.job:
         return [run.job_log]
-    selected = [a for a in run.attempts() if attempt in (None, a.n)]
-    if node is not None:
-        return [a.logs / f"agent-{node}.log" for a in selected]
-    return [a.rank_log(rank) for a in selected]
+    selected = [a for a in run.attempts() if selection.attempt in (None, a.n)]
+    if selection.node is not None:
+        return [a.logs / f"agent-{selection.node}.log" for a in selected]
+    if selection.all_ranks:
+        return [path for a in selected for path in _rank_logs(a)]
+    return [a.rank_log(selection.rank) for a in selected]
 
 
-def _read_chunks(
-    run: RunDir, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None
-) -> Iterator[tuple[Path | None, bytes]]:
-    """Yield (path, chunk); the path is None unless the file differs from that of the previous chunk."""
+def _rank_logs(attempt: AttemptDir) -> list[Path]:
+    """Return the logs of all ranks that have one, by rank."""
+    found = ((re.fullmatch(r"rank-(\d+)\.log", path.name), path) for path in attempt.logs.glob("rank-*.log"))
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def _read_chunks(run: RunDir, selection: _Selection, follow: bool) -> Iterator[tuple[Path, bytes]]:
+    """Yield (path, chunk). With ``follow``, an empty chunk separates what exists at first from what is new."""
     offsets: dict[Path, int] = {}
-    current: Path | None = None
-    has_ended, next_poll = not follow, 0.0
+    has_ended, is_first_round, next_poll = not follow, follow, 0.0
     while True:
         is_last_round = has_ended
-        for path in _log_files(run, rank, attempt, job, node):
+        for path in _log_files(run, selection):
             for chunk in _read_new(path, offsets):
-                yield (path if path != current else None), chunk
-                current = path
+                yield path, chunk
+        if is_first_round:
+            yield Path(), b""
+            is_first_round = False
         if is_last_round:
             return
         if clock.monotonic() >= next_poll:

@@ -7,12 +7,16 @@ import errno
 import gc
 import importlib
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from clustertrain.cli.output import flush_error, flush_output, print_error, replace_closed_streams
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
 from clustertrain.printable import sanitized_output
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # Allocations between two garbage collections. Python's default, 700 or 2000, is reached in every import.
 GC_THRESHOLD = 100_000
@@ -44,10 +48,12 @@ COMMANDS = {
     "top": ("clustertrain.cli.top:top", "Watch a run's GPUs, ranks, speed and events live."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "Report a run's GPU and host utilization."),
     "track": ("clustertrain.cli.track:track", "Upload an ended run's metrics to trackers."),
+    "recipe": ("clustertrain.cli.recipe:recipe", "Explain the keys of recipes; print their JSON Schema."),
     "cluster": ("clustertrain.cli.cluster:cluster", "Detect, show and list cluster profiles."),
     "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
     "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
+    "completion": ("clustertrain.cli.completion:completion", "Print the completion for bash, zsh or fish."),
 }
 
 
@@ -71,6 +77,13 @@ class LazyGroup(click.Group):
 
             raise click.UsageError(f"No such command {args[0]!r}: {did_you_mean(args[0], list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of commands without importing them, which takes a second for all."""
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(n, help=text) for n, (_, text) in COMMANDS.items() if n.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

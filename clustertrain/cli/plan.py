@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from clustertrain.plan.planner import Plan
     from clustertrain.scheduler.registry import Purpose
+    from clustertrain.submit.prepared_run import PreparedRun
     from clustertrain.submit.request import SubmitRequest
 
 MAX_LEFT_SHARE = 0.6  # maximum share of the width for the left column
@@ -27,6 +28,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=TargetCommand, context_settings=CONTEXT_SETTINGS)
+@click.option("--why", is_flag=True, help="Also show the training, the reasons, the runners-up and the environment.")
 @click.option("--find-micro-batch", is_flag=True, help="Find the largest micro-batch by training a few steps here.")
 @click.option("--gpus-range", metavar="LOW-HIGH", help="Plan for several numbers of GPUs with the same global batch.")
 @click.option("--table", type=_FILE, metavar="IN.csv", help="Predict each row of a table of configurations.")
@@ -36,6 +38,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--calibrate", is_flag=True, help="With --table, calibrate each source by its middle measured row.")
 @job_options
 def plan(
+    why: bool,
     find_micro_batch: bool,
     gpus_range: str | None,
     table: Path | None,
@@ -69,20 +72,69 @@ def plan(
         print_json(prepared.plan)
         return 0
     script = prepared.spec.script
-    _show(prepared.plan, script.name if script is not None and script.command else "")
+    command = script.name if script is not None and script.command else ""
+    _show(prepared.plan, command, format_verdict(prepared), why=why)
     return 0
 
 
-def _show(chosen: Plan, command: str = "") -> None:
-    """Print the plan. ``command``: name of the program whose layout is not known; empty for other runs."""
+def _show(chosen: Plan, command: str, verdict: str, *, why: bool) -> None:
+    """Print the plan.
+
+    Args:
+        command: name of the program whose layout is not known; empty for other runs.
+        verdict: the first line; empty if there is none.
+        why: print all of it, not only what to check before the job is submitted.
+    """
+    from rich.text import Text
+
     from clustertrain.report.terminal import emit, make_console
 
     console = make_console()
-    parts: list[RenderableType] = [_format_rows(_summary(chosen, command), console.width)]
-    for title, rows in (
+    parts: list[RenderableType] = [Text(verdict, style="bold")] if verdict else []
+    parts.append(_format_rows(_summary(chosen, command), console.width))
+    sections: list[tuple[str, list[tuple[str, str]]]] = [
         ("What would fit", [("", chosen.suggested_changes)] if chosen.suggested_changes else []),
         ("Warnings", [("", warning) for warning in chosen.warnings]),
-        ("Command" if command else "Training", list(chosen.training.items())),
+        ("Command", list(chosen.training.items()) if command else []),
+    ]
+    for title, rows in [*sections, *(_reasons(chosen, command) if why else [])]:
+        if rows:
+            parts += [f"\n{title}", _format_rows(rows, console.width)]
+    hint = "\n--why also shows the training, the reasons, the runners-up and the environment."
+    emit(console, *parts, *([] if why else [hint]))
+
+
+def format_verdict(prepared: PreparedRun) -> str:
+    """Return the plan in one line: layout, speed, memory, and the time of the whole run; empty if nothing is predicted.
+
+    For example ``fsdp on 32 x h100: 4.88 s per step, MFU 39%, 48.8 of 80 GiB; 200 steps in 16m16s, 8.7 GPU-hours``.
+    """
+    from clustertrain.durations import format_duration
+    from clustertrain.plan.layout import format_number
+    from clustertrain.plan.request import PlanRequest
+
+    chosen = prepared.plan
+    step_s, memory = chosen.time.step_s, chosen.memory
+    gpu = PlanRequest(prepared.spec, chosen.device, prepared.profile).gpu
+    total_steps = prepared.spec.recipe.train.steps if prepared.spec.script is None else 0
+    parts = [] if step_s is None else [f"{format_number(step_s)} s per step"]
+    if chosen.time.mfu is not None:
+        parts.append(f"MFU {chosen.time.mfu:.0%}")
+    if memory.peak_gib is not None and memory.capacity_gib is not None:
+        parts.append(f"{memory.peak_gib:.3g} of {memory.capacity_gib:g} GiB{'' if memory.fits else ', DOES NOT FIT'}")
+    if gpu is None or not parts:
+        return ""
+    whole = ""
+    if total_steps and step_s is not None:
+        gpu_hours = total_steps * step_s * chosen.world_size / 3600
+        whole = f"; {total_steps:,} steps in {format_duration(total_steps * step_s)}, {gpu_hours:,.3g} GPU-hours"
+    return f"{chosen.layout.describe()} on {chosen.world_size} x {gpu.name}: {', '.join(parts)}{whole}"
+
+
+def _reasons(chosen: Plan, command: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the sections of ``--why``."""
+    return [
+        ("Training", [] if command else list(chosen.training.items())),
         ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
         (
             "Runners-up",
@@ -90,10 +142,7 @@ def _show(chosen: Plan, command: str = "") -> None:
         ),
         ("Not chosen", [(r.strategy, r.reason) for r in chosen.rejected]),
         ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
-    ):
-        if rows:
-            parts += [f"\n{title}", _format_rows(rows, console.width)]
-    emit(console, *parts)
+    ]
 
 
 def _format_rows(rows: list[tuple[str, str]], width: int) -> RenderableType:

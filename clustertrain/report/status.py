@@ -15,11 +15,13 @@ from rich.text import Text
 
 from clustertrain import schema
 from clustertrain.config.evaluation import VALIDATION_PREFIX
+from clustertrain.durations import format_duration, format_step_time
 from clustertrain.plan.layout import Layout, pluralize
 from clustertrain.printable import printable
 from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
+from clustertrain.report.progress import Failure, Progress, format_share
 from clustertrain.report.tables import Column, fit_table
-from clustertrain.report.terminal import Glyphs, format_duration, format_number, format_step_time, meter
+from clustertrain.report.terminal import Glyphs, meter
 from clustertrain.run import attempts, json_files
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_spec import load_command
@@ -72,53 +74,99 @@ def format_steps(status: RunStatus) -> str:
     return f"{status.step}/{status.total_steps}" if status.total_steps else str(status.step)
 
 
-def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs) -> RenderableType:
-    """Render the status of one run for a terminal of ``width`` columns."""
+def _format_progress(status: RunStatus, progress: Progress) -> str:
+    """Format the step, its share, the rate and the time left: ``320/600 (53%), 0.36 s per step, 1m41s left``."""
+    if status.step is None:
+        return NO_STEPS_REPORTED if status.goodput.ratio is None else "none yet"
+    share = f" ({format_share(status.step, status.total_steps)})" if status.total_steps else ""
+    parts = [f"{format_steps(status)}{share}"]
+    if progress.step_s is not None:
+        parts.append(f"{format_step_time(progress.step_s)} per step")
+    if progress.eta_s is not None:
+        parts.append(f"{format_duration(progress.eta_s)} left")
+    return ", ".join(parts)
+
+
+def _format_loss(progress: Progress) -> str:
+    """Format the newest loss and the speed; empty if the run logs no loss."""
+    if progress.loss is None:
+        return ""
+    speed = f", {progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s else ""
+    return f"{format_loss(progress.loss)}{speed}"
+
+
+def format_loss(loss: float) -> str:
+    """Format a loss with four digits."""
+    return f"{loss:.4g}"
+
+
+def _format_checkpoint(progress: Progress, now: float) -> str:
+    """Format the newest checkpoint and its age: ``step 300, 2m05s ago``; empty if there is none."""
+    parts = [f"step {progress.checkpoint_step}"] if progress.checkpoint_step is not None else []
+    parts += [f"{_format_age(progress.checkpoint_t, now)} ago"] if progress.checkpoint_t else []
+    return ", ".join(parts)
+
+
+def render(
+    status: RunStatus, progress: Progress, accuracy: PlanAccuracy, width: int, signs: Glyphs, now: float
+) -> RenderableType:
+    """Render the status of one run for a terminal of ``width`` columns at ``now``, UTC epoch s."""
     header = Table.grid(padding=(0, 2))
-    header.add_row("run", Text(status.run.id, style="bold"))
-    header.add_row("state", styled_state(status.state))
-    header.add_row("job", f"{status.job_id or '-'} ({status.backend})")
-    command = load_command(status.run)
-    if command is not None:
-        header.add_row("command", Text(printable(shlex.join(command.command))))
-    else:
-        header.add_row("layout", Text(_format_layout(status.run)))
-    header.add_row(
-        "step", NO_STEPS_REPORTED if status.step is None and status.goodput.ratio is None else format_steps(status)
-    )
-    watched = next((a for a in reversed(status.history) if a.checkpoint_times), None)
-    if watched is not None:  # a command whose checkpoints are named
-        header.add_row("checkpoint", Text(printable(watched.newest_checkpoint or "none yet"), overflow="fold"))
-    if status.skipped_steps or status.roll_backs:
-        anomalies = [pluralize(status.skipped_steps, "step"), "skipped,", pluralize(status.roll_backs, "roll-back")]
-        header.add_row("problems", Text(" ".join(anomalies), style="yellow"))
-    if status.view is not None and status.view.state == "PENDING":
-        estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
-        header.add_row("waiting for", f"{status.view.reason or 'the scheduler'}{estimate}")
-    if status.scheduler_error:
-        header.add_row("note", Text(f"the scheduler did not answer: {status.scheduler_error}", style="red"))
-    if status.is_cancelling:
-        header.add_row("note", Text("cancelled, but not ended yet", style="magenta"))
-    if status.undecided_reason:
-        header.add_row("stopped", Text(status.undecided_reason, style="red"))
-    if status.continue_command:
-        # A separate row without wrapping: a command that is broken into lines can't be copied.
-        header.add_row("continue", Text(status.continue_command, style="bold", no_wrap=True, overflow="ignore"))
-    for failure in attempts.list_read_errors(status.run, status.history):
-        header.add_row("note", Text(failure, style="red"))
-    stop_reason = status.history[-1].stopped if status.history else None
-    if stop_reason:
-        header.add_row("stopped", Text(stop_reason, style="red"))
-    for title, failure in contract_rows(status.contract):
-        header.add_row(title, Text(failure, overflow="fold"))
-    header.add_row("folder", Text(str(status.run.path), overflow="fold"))
+    rows = [*_progress_rows(status, progress, now), *_problem_rows(status), *contract_rows(status.contract)]
+    for title, text in [*rows, ("folder", str(status.run.path))]:
+        header.add_row(title, Text(text, overflow="fold") if isinstance(text, str) else text)
     parts = [
         header,
         _attempts_table(status, width),
+        *([_failure_lines(progress.failure)] if progress.failure is not None else []),
         *plan_accuracy_table(accuracy, signs),
         goodput_table(status.goodput, signs),
     ]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
+
+
+def _progress_rows(status: RunStatus, progress: Progress, now: float) -> list[tuple[str, str | Text]]:
+    """Return (title, text) rows: what runs, how far it has come, and what it waits for."""
+    command = load_command(status.run)
+    watched = next((a for a in reversed(status.history) if a.checkpoint_times), None)
+    rows: list[tuple[str, str | Text]] = [
+        ("run", Text(status.run.id, style="bold")),
+        ("state", styled_state(status.state)),
+        ("step", _format_progress(status, progress)),
+        ("loss", _format_loss(progress)),
+        ("checkpoint", _format_checkpoint(progress, now)),
+        ("job", f"{status.job_id or '-'} ({status.backend})"),
+        ("command", printable(shlex.join(command.command)) if command is not None else ""),
+        ("layout", _format_layout(status.run) if command is None else ""),
+        # A command whose checkpoints are named.
+        ("saved", printable(watched.newest_checkpoint or "none yet") if watched is not None else ""),
+    ]
+    if status.view is not None and status.view.state == "PENDING":
+        estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
+        rows.append(("waiting for", f"{status.view.reason or 'the scheduler'}{estimate}"))
+    return [row for row in rows if row[1]]
+
+
+def _problem_rows(status: RunStatus) -> list[tuple[str, Text]]:
+    """Return (title, text) rows on what went wrong, and on how to continue."""
+    rows: list[tuple[str, Text]] = []
+    if status.skipped_steps or status.roll_backs:
+        anomalies = [pluralize(status.skipped_steps, "step"), "skipped,", pluralize(status.roll_backs, "roll-back")]
+        rows.append(("problems", Text(" ".join(anomalies), style="yellow")))
+    if status.scheduler_error:
+        rows.append(("note", Text(f"the scheduler did not answer: {status.scheduler_error}", style="red")))
+    if status.is_cancelling:
+        rows.append(("note", Text("cancelled, but not ended yet", style="magenta")))
+    if status.undecided_reason:
+        rows.append(("stopped", Text(status.undecided_reason, style="red")))
+    if status.continue_command:
+        # A separate row without wrapping: a command that is broken into lines can't be copied.
+        rows.append(("continue", Text(status.continue_command, style="bold", no_wrap=True, overflow="ignore")))
+    rows += [("note", Text(failure, style="red")) for failure in attempts.list_read_errors(status.run, status.history)]
+    stop_reason = status.history[-1].stopped if status.history else None
+    if stop_reason:
+        rows.append(("stopped", Text(stop_reason, style="red")))
+    return rows
 
 
 def contract_rows(contract: ContractStatus | None) -> list[tuple[str, str]]:
@@ -185,8 +233,19 @@ def _attempts_table(status: RunStatus, width: int) -> RenderableType:
     columns = [c for c in columns if any(str(cell) not in ("", "-") for cell in c.cells)]
     table = fit_table(columns, width, drop_order=("ran", "nodes", "started"))
     # Reasons can be sentences, which a narrow column would wrap into many lines; they go below the table.
-    reasons = [Text(f"{a.n}: {a.reason}") for a in status.history if a.reason]
+    # The header has the reason why the run will not be continued.
+    reasons = [Text(f"{a.n}: {a.reason}") for a in status.history if a.reason and a.reason != a.stopped]
     return Group(table, *([Text(), *reasons] if reasons else []))
+
+
+def _failure_lines(failure: Failure) -> RenderableType:
+    """Return the last lines of the rank that failed, and where the rest is."""
+    lines = [Text(f"  {printable(line)}", overflow="fold") for line in failure.lines]
+    return Group(
+        Text(f"Last lines of rank {failure.rank} on {failure.node}", style="bold"),
+        *(lines or [Text("  it printed nothing")]),
+        Text(f"all of them: {failure.log}", overflow="fold"),
+    )
 
 
 def plan_accuracy_table(accuracy: PlanAccuracy, signs: Glyphs) -> list[RenderableType]:
@@ -202,11 +261,16 @@ def plan_accuracy_table(accuracy: PlanAccuracy, signs: Glyphs) -> list[Renderabl
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
-    for name in ("predicted", "measured", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, pair, format_cell in rows:
-        values = [signs.dash if v is None else format_cell(v) for v in (pair.predicted, pair.measured)]
-        table.add_row(name, *values, format_number(pair.ratio, signs, 2))
+    columns = [
+        ("predicted", [None if pair.predicted is None else f(pair.predicted) for _, pair, f in rows]),
+        ("measured", [None if pair.measured is None else f(pair.measured) for _, pair, f in rows]),
+        ("ratio", [None if pair.ratio is None else f"{pair.ratio:.2f}" for _, pair, _ in rows]),
+    ]
+    columns = [(title, cells) for title, cells in columns if any(cells)]
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for i, (name, _, _) in enumerate(rows):
+        table.add_row(name, *(cells[i] or signs.dash for _, cells in columns))
     steps = f" (median of {pluralize(accuracy.steps, 'step')})" if accuracy.steps else ""
     parts: list[RenderableType] = [Text(f"Plan and run{steps}", style="bold"), table]
     if accuracy.other_attempts:
@@ -296,18 +360,24 @@ def format_remarks(statuses: Sequence[RunStatus]) -> list[Text]:
     return remark_lines
 
 
-def runs_table(statuses: Sequence[RunStatus], width: int) -> RenderableType:
-    """Return a table with one row per run."""
-    if not statuses:
+def _format_age(t: float | None, now: float) -> str:
+    return "-" if t is None else format_duration(max(0.0, now - t))
+
+
+def runs_table(runs: Sequence[tuple[RunStatus, Progress]], width: int, now: float) -> RenderableType:
+    """Return a table with one row per run at ``now``, UTC epoch s. The age of a run counts from its submission."""
+    if not runs:
         return Text("no runs yet: start one with `clustertrain submit`")
-    started = [next((a.start for a in x.history if a.start), None) for x in statuses]
     columns = [
-        Column("run", [x.run.id for x in statuses]),
-        Column("state", [styled_state(x.state) for x in statuses]),
-        Column("job", [x.job_id or "-" for x in statuses]),
-        Column("step", [format_steps(x) for x in statuses], right_aligned=True),
-        Column("attempts", [str(len(x.history)) for x in statuses], right_aligned=True),
-        Column("started", [format_local_time(t) for t in started]),
-        Column("recipe", [x.recipe_hash[:RECIPE_HASH_DIGITS] for x in statuses]),
+        Column("run", [x.run.id for x, _ in runs]),
+        Column("state", [styled_state(x.state) for x, _ in runs]),
+        Column("age", [_format_age(p.submitted, now) for _, p in runs], right_aligned=True),
+        Column("step", [format_steps(x) for x, _ in runs], right_aligned=True),
+        Column("left", ["-" if p.eta_s is None else format_duration(p.eta_s) for _, p in runs], right_aligned=True),
+        Column("loss", ["-" if p.loss is None else format_loss(p.loss) for _, p in runs], right_aligned=True),
+        Column("size", [f"{p.nodes} x {p.gpus_per_node}" for _, p in runs], right_aligned=True),
+        Column("attempts", [str(len(x.history)) for x, _ in runs], right_aligned=True),
+        Column("job", [x.job_id or "-" for x, _ in runs]),
+        Column("recipe", [x.recipe_hash[:RECIPE_HASH_DIGITS] for x, _ in runs]),
     ]
-    return fit_table(columns, width, drop_order=("attempts", "started", "job", "step"))
+    return fit_table(columns, width, drop_order=("recipe", "attempts", "job", "size", "loss", "age", "left"))

@@ -6,6 +6,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain.durations import format_duration, format_step_time
 from clustertrain.report import gpu_table, insights, status, terminal, timeline
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_max, stat_mean
 from clustertrain.report.terminal import Glyphs
@@ -53,8 +54,8 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
     start, end = summary.window.start, summary.window.end
     if start is not None and end is not None:
         recorded_s = sum(_duration_s(a.window.start, a.window.end) for a in summary.attempts)
-        recorded_text = None if end - start - recorded_s < 1 else f"recorded {terminal.format_duration(recorded_s)}"
-        row("When", f"{terminal.format_timestamp(start)} + {terminal.format_duration(end - start)}", recorded_text)
+        recorded_text = None if end - start - recorded_s < 1 else f"recorded {format_duration(recorded_s)}"
+        row("When", f"{terminal.format_timestamp(start)} + {format_duration(end - start)}", recorded_text)
     if summary.coverage is not None:
         samples = [(g.samples, g.samples_expected) for g in summary.gpus] or [
             (h.samples, h.samples_expected) for h in summary.hosts
@@ -80,8 +81,8 @@ def _duration_s(start: float | None, end: float | None) -> float:
 def _training(training: TrainingSummary) -> list[str]:
     parts = [_pluralize(training.steps, "step")]
     if training.step_s is not None:
-        p95 = terminal.format_step_time(training.step_s.p95)
-        parts.append(f"{terminal.format_step_time(training.step_s.p50)} per step (p95 {p95})")
+        p95 = format_step_time(training.step_s.p95)
+        parts.append(f"{format_step_time(training.step_s.p50)} per step (p95 {p95})")
     if training.tokens_per_s_per_gpu is not None:
         parts.append(f"{training.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
     elif training.tokens_per_s is not None:
@@ -174,7 +175,7 @@ def _host_rows(hosts: list[HostSummary]) -> list[MeterRow]:
 def _goodput_row(goodput: Goodput | None) -> list[MeterRow]:
     if goodput is None or goodput.ratio is None or goodput.wall_s <= 0:
         return []
-    remark = f"of {terminal.format_duration(goodput.wall_s)}"
+    remark = f"of {format_duration(goodput.wall_s)}"
     return [("Goodput", goodput.ratio, "green", remark)]
 
 

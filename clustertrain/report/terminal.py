@@ -149,25 +149,6 @@ def format_used(used: float | None, total: float | None, signs: Glyphs) -> str:
     return f"{format_number(used, signs, 1 if decimals else 0)}/{format_number(total, signs, 1 if decimals else 0)}"
 
 
-def format_duration(seconds: float) -> str:
-    """Format a duration with two units: ``45s``, ``12m05s``, ``3h07m``, ``2d04h``."""
-    s = round(seconds)
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s"
-    if s < 86400:
-        return f"{s // 3600}h{s % 3600 // 60:02d}m"
-    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
-
-
-def format_step_time(seconds: float) -> str:
-    """Format the time of a step with three digits: ``0.43 ms``, ``412 ms``, ``4.12 s``, ``61.2 s``, ``1440 s``."""
-    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1000, "ms")
-    decimals = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{decimals}f} {unit}"
-
-
 def format_timestamp(t: float) -> str:
     """Format UTC epoch seconds in the local time zone, such as ``2026-01-31 12:00:05 CET``."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(t))

@@ -6,6 +6,7 @@ The batch process reads the results of all nodes and decides whether the run con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -30,6 +31,12 @@ FailureKind = Literal[
     "launcher",  # torchrun failed, not the ranks
     "unknown",
 ]
+
+KIND_PRIORITY: tuple[FailureKind, ...] = (
+    "environment", "out_of_memory", "user_error", "device", "storage", "hang", "crashed", "exited", "communication",
+    "killed",
+)  # fmt: skip
+"""The first kind in this list explains the others: a rank that raises or crashes makes its peers' collectives fail."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,6 +115,13 @@ class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why the ranks ended this way, if it is not obvious."""
     budget_spent: bool = False
     """The budget of the run's contract is spent, so a requeue would be useless."""
+
+
+def sort_failures(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
+    """Return the ranks that failed, those first that explain the failures of the others."""
+    priority = {kind: i for i, kind in enumerate(KIND_PRIORITY)}
+    failed = [o for o in outcomes if o.ending == "failed"]
+    return sorted(failed, key=lambda o: priority.get(o.kind or "unknown", len(KIND_PRIORITY)))
 
 
 def parse_rank_result(document: object) -> RankResult | None:

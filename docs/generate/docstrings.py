@@ -2,30 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
-import itertools
 import re
-
-import msgspec
-
-
-@functools.cache
-def class_node(struct: type[msgspec.Struct]) -> ast.ClassDef:
-    """Return the syntax tree of a class."""
-    node = ast.parse(inspect.getsource(struct)).body[0]
-    assert isinstance(node, ast.ClassDef)
-    return node
-
-
-def field_descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstring under each field of ``struct`` that has one, as one line."""
-    texts = {}
-    for field, text in itertools.pairwise(class_node(struct).body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            texts[field.target.id] = one_line(ast.literal_eval(text.value))
-    return texts
 
 
 def one_line(docstring: str) -> str:

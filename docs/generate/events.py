@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clustertrain.config.parsing.reference import field_descriptions
 from clustertrain.run import event_types
 from docs.generate import docstrings
 
@@ -22,7 +23,7 @@ def render() -> str:
     """Return the page with the table of all events, in the order of their definition."""
     lines = ["| event | writer | meaning | fields |", "|---|---|---|---|"]
     for name, event_type in event_types.EVENTS.items():
-        descriptions = docstrings.field_descriptions(event_type)
+        descriptions = {f: docstrings.one_line(text) for f, text in field_descriptions(event_type).items()}
         own_fields = [f for f in event_type.__struct_fields__ if f not in event_types.Event.__struct_fields__]
         fields = [f"`{f}`" + (f" ({_as_remark(descriptions[f])})" if f in descriptions else "") for f in own_fields]
         meaning = docstrings.one_line(event_type.__doc__ or "").removesuffix(".")

@@ -15,9 +15,10 @@ import pytest
 from clustertrain import proc
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec
+from clustertrain.config.parsing import reference
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from docs.generate import configuration, pages
+from docs.generate import pages
 from tests.cuda_emulation import waits
 from tests.cuda_emulation.layouts import CASES
 from tests.paths import ROOT
@@ -34,7 +35,7 @@ def test_reference_page_is_current(name: str) -> None:
 
 @pytest.mark.parametrize("struct", [Recipe, JobSpec, ClusterProfile])
 def test_every_key_has_a_description(struct: type[msgspec.Struct]) -> None:
-    tables = list(configuration.collect_tables(struct))
+    tables = list(reference.collect_tables(struct))
     assert [f"{table.name}.{key.name}" for table in tables for key in table.keys if not key.description] == []
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.report import terminal, timeline
+from clustertrain.durations import format_step_time
+from clustertrain.report import timeline
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.analysis.resample import CurveTable
 from clustertrain.telemetry.report_schema import Summary, TimelineEvent
@@ -156,4 +157,4 @@ def phase_spans(summary: Summary) -> tuple[list[PhaseSpan], str | None]:
             merged[-1] = (merged[-1][0], end, merged[-1][2])
         else:
             merged.append((start, end, phase))
-    return merged, f"Phases of {terminal.format_step_time(min_s)} or less are left out."
+    return merged, f"Phases of {format_step_time(min_s)} or less are left out."

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.durations import format_duration, format_step_time
 from clustertrain.report import insights, status, terminal
 from clustertrain.report.terminal import UNICODE
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
@@ -93,7 +94,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "number": format_number,
     "stat": get_stat,
     "energy": format_energy,
-    "duration": terminal.format_duration,
+    "duration": format_duration,
     "ranks": format_ranks,
     "unmentioned_ids": insights.unmentioned_ids,
 }
@@ -112,7 +113,7 @@ def _header_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(
             (
                 "Recorded",
-                f"{format_timestamp(start)} – {format_timestamp(end)}, {terminal.format_duration(end - start)}",
+                f"{format_timestamp(start)} – {format_timestamp(end)}, {format_duration(end - start)}",
             )
         )
     rows.append(("Attempts", str(len(summary.attempts))))
@@ -123,7 +124,7 @@ def _header_rows(summary: Summary) -> list[tuple[str, str]]:
 def _training_rows(summary: Summary) -> list[tuple[str, str]]:
     rows, training = [], summary.training
     if training is not None:
-        median_text = f", {terminal.format_step_time(training.step_s.p50)} each (median)" if training.step_s else ""
+        median_text = f", {format_step_time(training.step_s.p50)} each (median)" if training.step_s else ""
         rows.append(("Steps", f"{training.steps:,}{median_text}"))
         if training.tokens_per_s is not None:
             per_gpu = (
@@ -198,7 +199,7 @@ def _ledger_parts(ledger: Goodput | None) -> list[LedgerPart]:
         seconds = getattr(ledger, key)
         if seconds > 0:
             width = 100 * seconds / ledger.wall_s
-            name, duration = status.GOODPUT_LABELS[key], terminal.format_duration(seconds)
+            name, duration = status.GOODPUT_LABELS[key], format_duration(seconds)
             parts.append(LedgerPart(name, key.removesuffix("_s"), round(offset, 3), round(width, 3), duration))
             offset += width
     return parts

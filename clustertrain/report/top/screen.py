@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 from rich.text import Text
 
+from clustertrain.durations import format_duration, format_step_time
 from clustertrain.report import terminal
 from clustertrain.report.status import STATE_STYLES
-from clustertrain.report.terminal import Glyphs, format_duration, format_percent, format_step_time, format_used, meter
+from clustertrain.report.terminal import Glyphs, format_percent, format_used, meter
 from clustertrain.report.top.state import EventView, GpuRow, NodeView, RunView
 
 WIDE_COLUMNS = 120

@@ -18,8 +18,8 @@ import msgspec
 
 from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, PermissionDenied
+from clustertrain.report import eta
 from clustertrain.report.event_text import format_event
-from clustertrain.report.top import eta
 from clustertrain.run import events, heartbeat, json_files, metrics_file
 from clustertrain.run.events import Event
 from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors

@@ -15,9 +15,8 @@ import torch
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core.async_copy import AsyncCopy
+from clustertrain.train.session.row_line import RowLine
 
-PART_SEPARATOR = "/"  # before the name of a layer or slice in a column name
-TOTAL_PREFIX = "sum_"  # prefix of running totals
 PlainValue = float | int | bool | str | None
 Scalar = PlainValue | torch.Tensor | np.generic | np.ndarray[Any, Any]
 
@@ -40,10 +39,6 @@ def check_scalar(name: str, value: Scalar) -> PlainValue | torch.Tensor:
         f"session.log({name}=…): a value of type {type(value).__name__}{shape} cannot be logged",
         fix="give a number, a string, None, or a tensor of one element",
     )
-
-
-def _format_value(value: PlainValue) -> str:
-    return f"{value:.6g}" if isinstance(value, (float, int)) and not isinstance(value, bool) else str(value)
 
 
 @dataclass
@@ -84,6 +79,7 @@ class MetricsWriter:
         self._on_row = on_row
         self._echo_every = echo_every
         self._printed_first = path is not None
+        self.line = RowLine()
         self._queue: deque[_Row] = deque()
         self.latest: dict[str, Any] = {}  # the last value written, by name
 
@@ -138,13 +134,8 @@ class MetricsWriter:
     def _print_row(self, row: Mapping[str, Any]) -> None:
         due = bool(self._echo_every) and row["step"] % self._echo_every == 0
         if due or (self._echo_every and not self._printed_first):
-            items = (
-                (k, v)
-                for k, v in row.items()
-                if k != "t" and PART_SEPARATOR not in k and not k.startswith(TOTAL_PREFIX)
-            )
             stream = sys.stdout if self._file is not None else sys.stderr
-            print("  ".join(f"{k} {_format_value(v)}" for k, v in items), file=stream, flush=True)
+            print(self.line.format(row), file=stream, flush=True)
             self._printed_first = True
 
     def switch_file(self, path: Path | None) -> None:

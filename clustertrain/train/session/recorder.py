@@ -119,6 +119,10 @@ class MetricsProcessor:
             samples_text = self.monitor.describe_samples(row["step"], sole_bad_micro_batch(*moments))
             row.update({BAD_SAMPLES_KEY: samples_text} if samples_text else {})
 
+    def begin_loop(self, total_steps: int) -> None:
+        """Print the time left of a loop up to step ``total_steps``."""
+        self.writer.line.total_steps = total_steps
+
     def begin_step(self, step: int) -> None:
         """Start a row; ``step`` is the number of steps done."""
         self._logged, self._step_values, self._pending_copies, self._excluded_s = {}, {}, [], 0.0

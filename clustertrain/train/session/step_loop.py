@@ -88,6 +88,7 @@ class StepLoop:
             self._state["evaluations"] = self._evaluations
         early_stopping = self._evaluations.early_stopping if self._evaluations is not None else None
         self._checkpointer.open(self._total, every, keep, early_stopping)
+        self._metrics_processor.begin_loop(self._total)
 
     def _restore(self) -> None:
         with self._runtime.progress.in_phase(heartbeat.RESTORE):

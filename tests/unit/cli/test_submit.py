@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -265,10 +266,27 @@ def test_refusal_exits_with_1_and_quotes_slurm(
 
 
 def test_plan_shows_the_layout_and_the_reasons(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli("plan", "--nodes", "2", "--gpus", "8", "--gpu-type", "h100") == 0
+    assert run_cli("plan", "--why", "--nodes", "2", "--gpus", "8", "--gpu-type", "h100") == 0
     out = capsys.readouterr().out
     for args in ("ddp on 16 ranks", "Training", "objective", "Why", "Not chosen", "fsdp", "TORCH_FR_BUFFER_SIZE=2000"):
         assert args in out
+
+
+def test_plan_leads_with_the_time_of_the_whole_run(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--gpu-type", "h100", "--set", "model.preset=llama3.1-8b")
+    assert run_cli("plan", "--nodes", "4", "--gpus", "8", "--set", "train.steps=10000", *model) == 0
+    out = capsys.readouterr().out
+    verdict = " ".join(out.partition("  layout  ")[0].split())
+    pattern = (
+        r"fsdp on 32 x h100: (.*) s per step, MFU (\d+)%, [\d.]+ of 80 GiB; 10,000 steps in (\d+)h\d\dm, (\d+) GPU-"
+    )
+    match = re.match(pattern, verdict)
+    assert match is not None, verdict
+    assert int(match[4]) == pytest.approx(10_000 * float(match[1]) * 32 / 3600, rel=0.01)
+    assert int(match[3]) == int(10_000 * float(match[1]) / 3600)
+    assert "\nWhy\n" not in out and "--why also shows" in out
+    assert run_cli("plan", *model) == 0
+    assert re.match(r"single on 1 x h100: \d+ of 80 GiB, DOES NOT FIT\n", capsys.readouterr().out)
 
 
 def test_plan_json_has_the_documented_keys(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,12 +347,12 @@ def test_plan_shows_warnings_separately_and_the_whole_layout(
     run_cli: RunCli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--set", "parallel.schedule=interleaved", "--set", "parallel.activation_checkpointing=full"]
-    assert run_cli("plan", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
+    assert run_cli("plan", "--why", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
     out = capsys.readouterr().out
     assert "activation checkpointing full, 2 stages per rank" in out and "bubble" in out
     warnings, _, why = out.partition("\nWarnings\n")[2].partition("\nWhy\n")
     assert "static_graph has no effect" in warnings and "static_graph" not in why
-    assert run_cli("plan", "--device", "cpu") == 0
+    assert run_cli("plan", "--why", "--device", "cpu") == 0
     out = capsys.readouterr().out
     assert "1 rank = 1 node x 1" in out and "x 1 data-parallel rank" in out and "Warnings" not in out
 

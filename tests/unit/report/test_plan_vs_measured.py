@@ -19,11 +19,12 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.model import ModelSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.train import TrainSpec
+from clustertrain.durations import format_step_time
 from clustertrain.plan.planner import plan
 from clustertrain.report import plan_vs_measured
 from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.status import plan_accuracy_table
-from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, emit, format_step_time, make_console
+from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, emit, make_console
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage.measured_speed import WARM_UP_STEPS

@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from clustertrain.durations import format_duration
 from clustertrain.report import terminal
 from clustertrain.report.terminal import ASCII, UNICODE
 
@@ -79,7 +80,7 @@ def test_meter_does_not_overflow() -> None:
     ("seconds", "text"), [(0.4, "0s"), (59, "59s"), (725, "12m05s"), (11220, "3h07m"), (187200, "2d04h")]
 )
 def test_format_duration(seconds: float, text: str) -> None:
-    assert terminal.format_duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("joules", "text"), [(None, "–"), (900, "900 J"), (36000, "10.0 Wh"), (7.2e6, "2.00 kWh")])

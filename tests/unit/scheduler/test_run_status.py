@@ -14,6 +14,7 @@ from clustertrain.cli.jobs import wait_for
 from clustertrain.errors import CommandFailed
 from clustertrain.report import status, terminal
 from clustertrain.report.plan_vs_measured import PlanAccuracy
+from clustertrain.report.progress import Progress
 from clustertrain.run import run_dir, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import run_status as run_status_module
@@ -214,7 +215,7 @@ def test_command_that_continues_a_run_is_never_wrapped(
     status_of_run = run_status_module.run_status(run)
     out = io.StringIO()
     console = terminal.make_console(out, width)
-    terminal.emit(console, status.render(status_of_run, PlanAccuracy(), width, terminal.ASCII))
+    terminal.emit(console, status.render(status_of_run, Progress(), PlanAccuracy(), width, terminal.ASCII, 0.0))
     terminal.emit(console, *status.format_remarks([status_of_run]))
     assert out.getvalue().count(f"  clustertrain requeue {run.id}\n") == 2
 

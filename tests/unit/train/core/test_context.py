@@ -158,7 +158,7 @@ def test_loggable_scalars_besides_numbers(tmp_path: Path, capsys: pytest.Capture
     metrics.close()
     row = {"step": 1, "loss": 0.5, "n": 3, "best": True, "phase": "warm-up", "lr": None}
     assert list(fsio.read_jsonl(tmp_path / "m.jsonl")) == [row]
-    assert capsys.readouterr().out == "step 1  loss 0.5  n 3  best True  phase warm-up  lr None\n"
+    assert capsys.readouterr().out == "step 1  loss 0.5  lr None  n 3  best True  phase warm-up\n"
 
 
 @pytest.mark.parametrize("value", [[1.0], {"a": 1}, np.zeros(2), 1j, np.complex64(1), torch.tensor(1j), object()])

@@ -1,0 +1,90 @@
+"""``clustertrain completion``, and the values that shells complete: runs, keys, GPU types, profiles and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+from clustertrain.errors import ClusterTrainError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+_VARIABLE = "_CLUSTERTRAIN_COMPLETE"  # click's, from the name of the program
+_FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(list(_FILES)))
+def completion(shell: str) -> None:
+    """Print the completion of commands, options, runs, recipe keys and GPU types for a shell.
+
+    \b
+    bash:  eval "$(clustertrain completion bash)"        in ~/.bashrc
+    zsh:   eval "$(clustertrain completion zsh)"         in ~/.zshrc
+    fish:  clustertrain completion fish | source         in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    from clustertrain.cli.main import cli
+
+    cls = get_completion_class(shell)
+    assert cls is not None
+    click.echo(cls(cli, {}, "clustertrain", _VARIABLE).source())
+
+
+def _completing(values: Callable[[], Iterable[tuple[str, str | None]]]) -> _Complete:
+    """Return a callback that completes ``values``, pairs of value and help, or nothing if they cannot be read."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        try:
+            return [CompletionItem(v, help=text) for v, text in values() if v.startswith(incomplete)]
+        except (ClusterTrainError, OSError):
+            return []
+
+    return complete
+
+
+def _runs() -> Iterable[tuple[str, str | None]]:
+    from clustertrain.run.lookup import list_runs
+
+    return [("latest", "the newest run"), *((run.id, None) for run in list_runs())]
+
+
+def _keys() -> Iterable[tuple[str, str | None]]:
+    from clustertrain.config.parsing.documents import list_keys
+    from clustertrain.config.recipe import Recipe
+
+    keys = list_keys(Recipe)
+    tables = {key.rpartition(".")[0] for key in keys}
+    return [(f"{key}=", None) for key in keys if key not in tables]
+
+
+def _gpu_types() -> Iterable[tuple[str, str | None]]:
+    from clustertrain.config.hardware import CATALOG
+
+    return [(gpu.name, f"{gpu.capacity_gib:g} GiB") for gpu in CATALOG]
+
+
+def _profiles() -> Iterable[tuple[str, str | None]]:
+    from clustertrain.config.cluster import list_profiles
+
+    return [(name, str(path)) for name, path in list_profiles().items()]
+
+
+def _checks() -> Iterable[tuple[str, str | None]]:
+    from clustertrain.diagnose import registry
+
+    return [(name, None) for name in registry.select_checks(registry.ALL)]
+
+
+complete_runs = _completing(_runs)
+complete_keys = _completing(_keys)
+complete_gpu_types = _completing(_gpu_types)
+complete_profiles = _completing(_profiles)
+complete_checks = _completing(_checks)

@@ -1,0 +1,123 @@
+"""``clustertrain recipe``: what the keys of a recipe mean, for people and for editors."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clustertrain.cli.common import json_option, print_json
+from clustertrain.cli.completion import complete_keys
+from clustertrain.errors import NotFound
+
+if TYPE_CHECKING:
+    from clustertrain.config.parsing.reference import Key, Table
+
+URL = "https://json-schema.org/draft/2020-12/schema"
+
+
+@click.group()
+def recipe() -> None:
+    """Explain the keys of recipes; print their JSON Schema."""
+
+
+@recipe.command()
+@click.argument("key", metavar="KEY", shell_complete=complete_keys)
+@json_option
+def explain(key: str, as_json: bool) -> None:
+    """Show the type, default, range and meaning of KEY, such as optim.lr, or the keys of a table, such as optim."""
+    from clustertrain.report.terminal import emit, make_console
+
+    name = key.rstrip("=")
+    tables = _tables()
+    table = tables.get(name)
+    found = _find_key(tables, name)
+    if table is None and found is None:
+        from clustertrain.config.parsing.documents import did_you_mean
+
+        known = [f"{t}.{k.name}" for t in tables for k in tables[t].keys]
+        raise NotFound(f"a recipe has no key {name!r}", fix=did_you_mean(name, [*tables, *known]))
+    keys = {name: found} if found is not None else {f"{name}.{k.name}": k for k in table.keys} if table else {}
+    if as_json:
+        print_json([{"key": full, **_plain(k)} for full, k in keys.items()])
+        return
+    console = make_console()
+    width = min(console.width, 100)
+    parts = []
+    for full, k in keys.items():
+        plain = _plain(k)
+        allowed = f", {plain['allowed']}" if plain["allowed"] else ""
+        parts.append(f"{full}  {plain['type']}{allowed}; default {plain['default']}")
+        parts.append(textwrap.indent(textwrap.fill(plain["description"], width - 2), "  ") + "\n")
+    emit(console, *parts)
+
+
+@recipe.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, with which editors complete and check the keys of a TOML file.
+
+    \b
+    clustertrain recipe schema > recipe.schema.json
+    and as the first line of a recipe:  #:schema ./recipe.schema.json
+    """
+    print_json(build_schema())
+
+
+def build_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a recipe, with a description for each key."""
+    import msgspec
+
+    from clustertrain.config.job import JobSpec
+    from clustertrain.config.parsing.reference import field_descriptions
+    from clustertrain.config.recipe import Recipe
+
+    (top, job), components = msgspec.json.schema_components([Recipe, JobSpec], ref_template="#/$defs/{name}")
+    structs = _find_structs(Recipe) | _find_structs(JobSpec)
+    for name, definition in components.items():
+        definition.pop("title", None)
+        texts = field_descriptions(structs[name]) if name in structs else {}
+        for field, settings in definition.get("properties", {}).items():
+            if field in texts:
+                settings["description"] = texts[field].replace("``", "`")
+        if "description" in definition:
+            definition["description"] = " ".join(definition["description"].split())
+    root = components.pop(top["$ref"].rpartition("/")[2])
+    root["properties"] |= {
+        "job": job,
+        "env": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": "Environment variables of the ranks.",
+        },
+    }
+    return {"$schema": URL, "title": "Recipe of clustertrain", **root, "$defs": components}
+
+
+def _find_structs(struct: Any) -> dict[str, Any]:
+    """Return the struct and those of the tables inside it, by class name."""
+    from clustertrain.config.parsing.reference import collect_tables
+
+    return {table.struct.__name__: table.struct for table in collect_tables(struct)}
+
+
+def _tables() -> dict[str, Table]:
+    from clustertrain.config.job import JobSpec
+    from clustertrain.config.parsing.reference import collect_tables
+    from clustertrain.config.recipe import Recipe
+
+    return {t.name: t for t in (*collect_tables(Recipe), *collect_tables(JobSpec, "job")) if t.name}
+
+
+def _find_key(tables: dict[str, Table], name: str) -> Key | None:
+    table, _, key = name.rpartition(".")
+    return next((k for k in tables[table].keys if k.name == key), None) if table in tables else None
+
+
+def _plain(key: Key) -> dict[str, str]:
+    """Return the parts of a key without the marks of reStructuredText and Markdown."""
+    return {
+        name: text.replace("``", '"').replace('""', '"').replace("`", "")
+        for name, text in key._asdict().items()
+        if name != "name"
+    }
