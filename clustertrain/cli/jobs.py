@@ -6,7 +6,8 @@ import contextlib
 import getpass
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,10 +26,13 @@ from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from clustertrain.scheduler.backend import Backend
     from clustertrain.scheduler.run_status import RunStatus
 
 MIN_POLL_S, MAX_POLL_S = 0.5, 15.0
+WATCH_INTERVAL_S = 5.0  # each status asks the scheduler
 
 
 def _log_event(run: RunDir, event: str, **fields: Any) -> None:
@@ -108,8 +112,9 @@ def _unreadable_json(row: Any) -> dict[str, Any]:
 
 @click.command()
 @run_argument
+@click.option("--watch", is_flag=True, help="Show it again every few seconds until the run ends; Ctrl-C ends that.")
 @json_option
-def status(name: str, as_json: bool) -> None:
+def status(name: str, watch: bool, as_json: bool) -> None:
     """Show the progress, loss and attempts of RUN, why it failed, its predicted and measured speed, and where the time
     went."""
     import msgspec
@@ -118,20 +123,45 @@ def status(name: str, as_json: bool) -> None:
     from clustertrain.report.progress import load_progress
     from clustertrain.scheduler.run_status import run_status
 
-    now = clock.now()
-    with explain_permission_errors():
-        current = run_status(find_run(name))
-        progress = load_progress(current, now)
-        comparison = plan_vs_measured.compare_run(current.run)
+    if watch and (as_json or not sys.stdout.isatty()):
+        raise UsageError("status --watch needs a terminal", fix="poll `status --json`, or use `wait`")
+    run = find_run(name)
     if as_json:
-        document = {**status_json(current), **msgspec.to_builtins(progress)}
-        print_json({**document, "prediction": msgspec.to_builtins(comparison)})
+        with explain_permission_errors():
+            current = run_status(run)
+            document = {**status_json(current), **msgspec.to_builtins(load_progress(current, clock.now()))}
+            print_json({**document, "prediction": msgspec.to_builtins(plan_vs_measured.compare_run(run))})
         return
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
 
     console = make_console(rows=True)
-    emit(console, render(current, progress, comparison, console.width, glyphs(console), now))
+
+    def show(width: int) -> tuple[RenderableType, bool]:
+        """Return the status as it is now, and whether it is the last one."""
+        t = clock.now()
+        with explain_permission_errors():
+            current = run_status(run)
+            progress, comparison = load_progress(current, t), plan_vs_measured.compare_run(run)
+        return render(current, progress, comparison, width, glyphs(console), t), current.is_final
+
+    if watch:
+        _watch(console, show)
+    else:
+        emit(console, show(console.width)[0])
+
+
+def _watch(console: Console, show: Callable[[int], tuple[RenderableType, bool]]) -> None:
+    """Show what ``show`` returns for a width, in place, until it is the last one or Ctrl-C is pressed."""
+    from rich.live import Live
+
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            content, is_last = show(console.width)
+            live.update(content, refresh=True)
+            if is_last:
+                return
+            clock.sleep(WATCH_INTERVAL_S)
 
 
 def status_json(current: Any) -> dict[str, Any]:

@@ -47,12 +47,14 @@ COMMANDS = {
     ),
     "top": ("clustertrain.cli.top:top", "Watch a run's GPUs, ranks, speed and events live."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "Report a run's GPU and host utilization."),
+    "open": ("clustertrain.cli.open:open_", "Show a run's report in a browser."),
     "track": ("clustertrain.cli.track:track", "Upload an ended run's metrics to trackers."),
     "recipe": ("clustertrain.cli.recipe:recipe", "Explain the keys of recipes; print their JSON Schema."),
     "cluster": ("clustertrain.cli.cluster:cluster", "Detect, show and list cluster profiles."),
     "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
     "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
+    "version": ("clustertrain.cli.version:version", "Show the version; with -v, what a bug report needs."),
     "completion": ("clustertrain.cli.completion:completion", "Print the completion for bash, zsh or fish."),
 }
 

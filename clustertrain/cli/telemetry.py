@@ -91,6 +91,14 @@ def telemetry(
     show(summary, make_console(), every)
 
 
+def write_report_page(run: RunDir, page: Path) -> None:
+    """Write the HTML page of the whole run. Raise ConfigError if it cannot be written."""
+    from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
+
+    _check_html_path(str(page))
+    _write_page(run, summarize(run, SummaryRequest(None, None, None, *_scheduler_state(run))), str(page))
+
+
 def _scheduler_state(run: RunDir) -> tuple[str | None, Goodput | None, ContractStatus | None]:
     """Return the state, goodput and contract status that need the scheduler's answer."""
     from clustertrain.scheduler.run_status import run_status

@@ -120,6 +120,11 @@ def test_unreadable_plan_gives_an_empty_comparison(run: RunDir, plan_json: str |
     assert plan_accuracy_table(PlanAccuracy(), UNICODE) == []
 
 
+def test_table_without_predictions_has_no_empty_columns() -> None:
+    text = render_text(PlanAccuracy(step_s=Pair(None, 0.4532), steps=115), 80)
+    assert text.splitlines()[1].split() == ["measured"] and "step" in text and "–" not in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_table_layout(width: int) -> None:
     accuracy = PlanAccuracy(

@@ -1,0 +1,82 @@
+"""``clustertrain version``: what a bug report needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+
+from clustertrain.cli.common import json_option, print_json
+from clustertrain.errors import CommandFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PACKAGES = (
+    "torch", "torchsnapshot", "transformers", "lightning", "accelerate", "numpy", "pyarrow", "submitit", "nvidia-ml-py",
+)  # fmt: skip
+
+
+@click.command()
+@click.option("-v", "--verbose", is_flag=True, help="Also show the machine, the packages, the scheduler and the GPUs.")
+@json_option
+def version(verbose: bool, as_json: bool) -> None:
+    """Show the version; with -v or --json, what a bug report needs."""
+    facts = {"clustertrain": _installed("clustertrain"), **(dict(_facts()) if verbose or as_json else {})}
+    if as_json:
+        print_json(facts)
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name:{width}}  {'-' if value is None else value}")
+
+
+def _facts() -> Iterator[tuple[str, str | None]]:
+    from clustertrain import settings
+    from clustertrain.config.cluster import default_profile_name
+
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", platform.platform()
+    yield "cpus", str(len(os.sched_getaffinity(0)))
+    for name in _PACKAGES:
+        yield name, _installed(name)
+    yield "slurm", _describe_slurm()
+    yield "gpus", _describe_gpus()
+    yield "home", str(settings.home())
+    yield "profile", default_profile_name() or None
+
+
+def _installed(package: str) -> str | None:
+    """Return the version of an installed package, which is not imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_slurm() -> str | None:
+    from clustertrain.scheduler.slurm import SlurmBackend
+
+    try:
+        return SlurmBackend().sbatch_version()
+    except CommandFailed as e:
+        return f"sbatch is installed but does not answer: {e.message.splitlines()[-1]}"
+
+
+def _describe_gpus() -> str | None:
+    from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
+
+    nvml = Nvml()
+    try:
+        driver = nvml.open()
+        names = Counter(device.name or "unreadable" for device in nvml.devices() if device.parent is None)
+    except NvmlError as e:
+        return None if e.name in ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED") else e.reason
+    finally:
+        nvml.close()
+    return f"{', '.join(f'{count} x {name}' for name, count in names.items()) or 'none'}, driver {driver or 'unknown'}"

@@ -1,0 +1,128 @@
+"""What status, list, open and version show of a run, in a terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import webbrowser
+from pathlib import Path
+
+import pytest
+from click import Command
+from click.testing import CliRunner, Result
+
+from clustertrain import clock, fsio
+from clustertrain.cli.jobs import list_, status
+from clustertrain.cli.open import open_
+from clustertrain.cli.version import version
+from clustertrain.errors import UsageError
+from clustertrain.run.run_dir import RunDir
+from tests.unit.report import live_runs
+
+pytestmark = pytest.mark.long
+SPEC = '[job]\nbackend = "local"\nnodes = 2\ngpus = 4\n'
+NOW = time.time()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Return a run in step 1200 of 10000, at 0.5 s per step, with a checkpoint of step 1000 two minutes ago."""
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    monkeypatch.setattr(clock, "now", lambda: NOW)
+    run = live_runs.new_run(tmp_path, NOW, spec=SPEC)
+    live_runs.begin(run, NOW, ["a", "b"])
+    live_runs.create_job("local-1", run)
+    checkpoint = run.checkpoints / "step-00001000"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMMITTED").write_text("x")
+    os.utime(checkpoint / "COMMITTED", (NOW - 125, NOW - 125))
+    return run
+
+
+def call(command: Command, *argv: str, columns: int = 80) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(command, argv, standalone_mode=False)
+
+
+def end(run: RunDir) -> None:
+    """Let rank 5 fail, and end the job."""
+    error = {"type": "ValueError", "message": "no column", "traceback": "Traceback\n  line 3\nValueError: no column\n"}
+    rank = {"rank": 5, "ending": "failed", "kind": "user_error", "error": error}
+    run.attempt(1).results.mkdir()
+    fsio.write_json(
+        run.attempt(1).result_path("b"), {"node": "b", "ending": "failed", "kind": "user_error", "ranks": [rank]}
+    )
+    log = fsio.JsonlAppender(run.attempt(1).events_path("batch"))
+    reason = "rank 5 on b: ValueError: no column"
+    log.append({"t": NOW, "event": "ended", "ending": "user_error", "reason": reason})
+    log.append({"t": NOW, "event": "stopped", "reason": reason})
+    log.close()
+    live_runs.create_job("local-1", run, state="FAILED")
+
+
+def test_status_leads_with_progress_loss_and_checkpoint(run: RunDir) -> None:
+    lines = [line.split(maxsplit=1) for line in call(status, run.id).stdout.splitlines() if line]
+    shown = {line[0]: line[1] for line in lines[:6] if len(line) == 2}
+    assert shown["state"] == "running"
+    assert shown["step"] == "1200/10000 (12%), 500 ms per step, 1h14m left"
+    assert shown["loss"] == "1.143, 1,050,000 tokens/s" and shown["checkpoint"] == "step 1000, 2m05s ago"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_list_shows_age_progress_time_left_loss_and_size(run: RunDir, columns: int) -> None:
+    titles, row = call(list_, columns=columns).stdout.splitlines()
+    shown = dict(zip(titles.split(), row.replace("2 x 4", "2x4").split(), strict=False))
+    assert len(titles) <= columns and len(row) <= columns
+    expected = {"run": run.id, "state": "running", "age": "1h06m", "step": "1200/10000", "left": "1h14m"}
+    if columns > 60:
+        expected |= {"loss": "1.143", "size": "2x4"}
+    assert expected.items() <= shown.items()
+
+
+def test_json_has_the_progress(run: RunDir) -> None:
+    (row,) = json.loads(call(list_, "--json").stdout)
+    assert (row["nodes"], row["gpus_per_node"], row["checkpoint_step"]) == (2, 4, 1000)
+    assert row["submitted"] == NOW - 4000 and row["checkpoint_t"] == pytest.approx(NOW - 125)
+    assert row["eta_s"] == pytest.approx(4400, rel=0.03) and row["loss"] == pytest.approx(8 / 7)
+    assert row["failure"] is None
+    assert json.loads(call(status, run.id, "--json").stdout).keys() > row.keys() - {"recipe_hash"}
+
+
+def test_failed_run_shows_the_end_of_the_traceback_and_the_log(run: RunDir) -> None:
+    end(run)
+    out = call(status, run.id, columns=160).stdout
+    assert "step        1200/10000 (12%), 500 ms per step\n" in out  # no time left
+    block = out.partition("Last lines of rank 5 on b\n")[2].splitlines()
+    assert block[:3] == ["  Traceback", "    line 3", "  ValueError: no column"]
+    assert block[3] == f"all of them: {run.attempt(1).rank_log(5)}"
+    assert out.count("rank 5 on b: ValueError: no column") == 1
+    (row,) = json.loads(call(list_, "--json").stdout)
+    assert row["failure"]["rank"] == 5 and row["failure"]["reason"] == "ValueError: no column"
+
+
+def test_watching_needs_a_terminal(run: RunDir) -> None:
+    assert isinstance(call(status, run.id, "--watch").exception, UsageError)
+
+
+def test_page_opens_where_there_is_a_browser(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    page = run.path / "report.html"
+    assert call(open_, run.id).stdout == f"{page}\n" and run.id in page.read_text() and opened == []
+    monkeypatch.setenv("DISPLAY", ":0")
+    call(open_, run.id, "--no-browser")
+    assert opened == []
+    call(open_, run.id, "--output", str(tmp_path / "mine.html"))
+    assert opened == [(tmp_path / "mine.html").as_uri()]
+
+
+def test_version_has_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    monkeypatch.setenv("CLUSTERTRAIN_WEBHOOK", "https://secret.example")
+    assert call(version).stdout.split()[0] == "clustertrain" and len(call(version).stdout.splitlines()) == 1
+    facts = json.loads(call(version, "--json").stdout)
+    assert facts["home"] == str(tmp_path) and facts["torch"].startswith("2.") and "secret" not in json.dumps(facts)
+    assert {"python", "system", "cpus", "slurm", "gpus", "profile"} <= facts.keys()
+    assert f"home           {tmp_path}\n" in call(version, "-v").stdout
