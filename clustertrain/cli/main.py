@@ -45,6 +45,7 @@ COMMANDS = {
         "clustertrain.cli.jobs:requeue",
         "Stop a run at a checkpoint and start it again, or continue an ended one.",
     ),
+    "rm": ("clustertrain.cli.rm:rm", "Delete ended runs."),
     "top": ("clustertrain.cli.top:top", "Watch a run's GPUs, ranks, speed and events live."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "Report a run's GPU and host utilization."),
     "open": ("clustertrain.cli.open:open_", "Show a run's report in a browser."),

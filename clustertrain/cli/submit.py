@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.plan.planner import Plan
+    from clustertrain.run.run_dir import RunDir
     from clustertrain.submit.request import SubmitRequest
 
 
@@ -51,6 +53,8 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
         print_json({**document, "run_dir": str(submitted.run.path)})
     else:
         click.echo(f"run {submitted.run.id}  job {submitted.job_id}")
+        if sys.stdout.isatty() and not (wait or follow):
+            click.echo(_format_next_steps(submitted.run))
     if wait:
         from clustertrain.cli.jobs import wait_for
 
@@ -60,6 +64,13 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
 
         return int(follow_run(submitted.run))
     return 0
+
+
+def _format_next_steps(run: RunDir) -> str:
+    """Return where the run's files are, and the commands that people need next."""
+    verbs = {"status": "progress, loss and time left", "logs -f": "its output", "top": "its GPUs, live"}
+    commands = [f"  {f'clustertrain {verb} {run.id}':<{len(run.id) + 22}}  {text}" for verb, text in verbs.items()]
+    return "\n".join([f"in {run.path}", *commands])
 
 
 def _dry_run(request: SubmitRequest, as_json: bool) -> int:

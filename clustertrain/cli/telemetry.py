@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clustertrain.telemetry.report_schema import Summary
 
 
-def parse_since(text: str) -> float:
+def parse_since(text: str, option: str = "--since") -> float:
     """Parse a duration as in a recipe, or a number of seconds.
 
     Raises:
@@ -29,9 +29,9 @@ def parse_since(text: str) -> float:
 
     since_s = float(text) if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text) else parse_duration_s(text)
     if since_s is None:
-        raise UsageError(f"--since {text} is not a duration", fix="write 90s, 10min, 1h or 1h30m")
+        raise UsageError(f"{option} {text} is not a duration", fix="write 90s, 10min, 1h or 1h30m")
     if since_s <= 0:
-        raise UsageError(f"--since {text} must be positive", fix="write 90s, 10min, 1h or 1h30m")
+        raise UsageError(f"{option} {text} must be positive", fix="write 90s, 10min, 1h or 1h30m")
     return since_s
 
 

@@ -39,7 +39,8 @@ def list_runs() -> list[RunDir]:
 def _list_entries() -> list[Path]:
     try:
         with explain_permission_errors():
-            return list(runs_folder().iterdir())
+            # A run that is being deleted begins with a dot.
+            return [path for path in runs_folder().iterdir() if not path.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -1,0 +1,107 @@
+"""Deletion of runs: only ended ones, and checkpoints only on request."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from clustertrain import fsio
+from clustertrain.cli.rm import rm
+from clustertrain.errors import ClusterTrainError, UsageError
+from clustertrain.run import lookup
+from clustertrain.run.run_dir import RunDir
+from tests.unit.report import live_runs
+
+DAY = 86400.0
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    return tmp_path
+
+
+def new_run(home: Path, name: str, *, days: float = 1.0, checkpoint: bool = False, state: str = "FAILED") -> RunDir:
+    run, job_id = live_runs.new_run(home, time.time(), name=name), f"local-{len(lookup.list_runs()) + 1}"
+    (run.events / "submit.jsonl").unlink()
+    log = fsio.JsonlAppender(run.events / "submit.jsonl")
+    log.append({"t": time.time() - days * DAY, "event": "submitted", "job_id": job_id, "backend": "local"})
+    log.close()
+    live_runs.create_job(job_id, run, state=state)
+    if checkpoint:
+        folder = run.checkpoints / "step-00000010"
+        folder.mkdir(parents=True)
+        (folder / "rank-0.bin").write_bytes(b"x" * 100_000)
+        (folder / "COMMITTED").write_text("x")
+    return run
+
+
+def call(*argv: str, answer: str = "") -> Result:
+    return CliRunner().invoke(rm, argv, standalone_mode=False, input=answer)
+
+
+def test_ended_run_is_deleted_after_a_question(home: Path) -> None:
+    run = new_run(home, "net-abc234")
+    assert call(run.id, answer="n\n").return_value == 1 and run.path.exists()
+    assert call(run.id, answer="y\n").return_value == 0 and not run.path.exists()
+    assert list((home / "runs").iterdir()) == []
+
+
+def test_running_run_is_refused_with_all_others(home: Path) -> None:
+    ended, running = new_run(home, "net-abc234"), new_run(home, "net-xyz567", state="RUNNING")
+    error = call(ended.id, running.id, "--yes", "--checkpoints").exception
+    assert isinstance(error, ClusterTrainError) and f"clustertrain cancel {running.id}" in str(error)
+    assert ended.path.exists() and running.path.exists()
+
+
+def test_checkpoint_is_deleted_only_on_request(home: Path) -> None:
+    run = new_run(home, "net-abc234", checkpoint=True)
+    error = call(run.id, "--yes").exception
+    assert isinstance(error, ClusterTrainError) and "has a checkpoint of step 10; --checkpoints" in str(error)
+    dry = call(run.id, "--checkpoints", "--dry-run", "--json")
+    (row,) = json.loads(dry.stdout)
+    assert row["run"] == run.id and 100_000 <= row["bytes"] < 1_000_000 and row["deleted"] is False
+    assert run.path.exists()
+    assert call(run.id, "--checkpoints", "--yes").return_value == 0 and not run.path.exists()
+
+
+def test_checkpoints_outside_of_the_run_stay(home: Path) -> None:
+    run = new_run(home, "net-abc234")
+    elsewhere = home / "elsewhere"
+    (elsewhere / "step-00000010").mkdir(parents=True)
+    (elsewhere / "step-00000010" / "COMMITTED").write_text("x")
+    if run.checkpoints.exists():
+        run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(elsewhere)
+    assert call(run.id, "--yes").return_value == 0
+    assert not run.path.exists() and (elsewhere / "step-00000010" / "COMMITTED").exists()
+
+
+def test_old_runs_are_selected_by_age_and_others_stay(home: Path) -> None:
+    old, new = new_run(home, "old-abc234", days=40), new_run(home, "new-abc234", days=2)
+    kept = new_run(home, "kept-abc234", days=40, checkpoint=True)
+    result = call("--older-than", "30d", "--yes")
+    assert result.return_value == 0 and f"{kept.id}  stays: has a checkpoint" in result.stderr
+    assert [run.path.exists() for run in (old, new, kept)] == [False, True, True]
+
+
+def test_unreadable_run_is_not_deleted(home: Path) -> None:
+    run = new_run(home, "net-abc234")
+    run.spec.write_text("version = [\n")
+    error = call(run.id, "--yes", "--checkpoints").exception
+    assert isinstance(error, ClusterTrainError) and f"delete {run.path} yourself" in str(error) and run.path.exists()
+
+
+def test_interrupted_deletion_leaves_no_run_in_the_lists(home: Path) -> None:
+    run = new_run(home, "net-abc234")
+    run.path.rename(run.path.with_name(f".{run.id}.deleted"))
+    assert lookup.list_runs() == []
+
+
+@pytest.mark.parametrize("argv", [(), ("net", "--older-than", "30d"), ("--older-than", "long")])
+def test_selection_has_to_be_clear(argv: tuple[str, ...]) -> None:
+    assert isinstance(call(*argv).exception, UsageError)
