@@ -24,7 +24,7 @@ _rank_option = click.option(
 _node_option = click.option("--node", metavar="NAME", help="Use this node.")
 
 
-@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.command("exec", context_settings={"ignore_unknown_options": False})
 @_rank_option
 @_node_option
 @_run_argument
