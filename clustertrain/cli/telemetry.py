@@ -41,6 +41,7 @@ def parse_since(text: str, option: str = "--since") -> float:
 @click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt.  [default: all]")
 @click.option("--gpu", metavar="GPU", help="Only GPUs that match a UUID prefix, an index, or NODE:INDEX.")
 @click.option("--since", metavar="TIME", help="Only the last part of the recording, for example 10min or 1h.")
+@click.option("--brief", is_flag=True, help="Only the summary and the insights, without tables.")
 @click.option("--all", "every", is_flag=True, help="Show all GPUs, hosts, events and insights.")
 @click.option("--html", metavar="FILE", help="Write the report as a self-contained page with curves.")
 @click.option("--csv", metavar="FILE", help="Write all samples as CSV; - is standard output.")
@@ -51,6 +52,7 @@ def telemetry(
     attempt: int | None,
     gpu: str | None,
     since: str | None,
+    brief: bool,
     every: bool,
     html: str | None,
     csv: str | None,
@@ -88,7 +90,7 @@ def telemetry(
     from clustertrain.report.telemetry import show
     from clustertrain.report.terminal import make_console
 
-    show(summary, make_console(), every)
+    show(summary, make_console(), every, brief=brief)
 
 
 def write_report_page(run: RunDir, page: Path) -> None:

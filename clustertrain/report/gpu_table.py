@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ MEDIUM_COLUMNS, WIDE_COLUMNS = 76, 120  # terminal widths at which the table sho
 MAX_UNFILTERED = 40  # GPUs or hosts
 MAX_NOTED, EXTREMES = 16, 8  # rows of a longer table: those with insights, those with an extreme value
 THROTTLED = 0.05  # share of the time
+_SIGNS = {"critical": ("!!", "bold red"), "warning": ("!", "bold yellow")}  # before the index of a GPU with an insight
 
 
 def stat_mean(stats: Stats | None) -> float | None:
@@ -44,7 +45,7 @@ def busy_stats(gpu: GpuSummary) -> Stats | None:
 def render_gpus(summary: Summary, width: int, signs: Glyphs, show_all: bool = False) -> list[RenderableType]:
     selected = summary.gpus if show_all else select_gpus(summary)
     max_name_len = max((len(g.node) for g in selected), default=4)
-    columns = _columns(signs, width, min(max_name_len, 24))
+    columns = _columns(signs, width, min(max_name_len, 24), find_severities(summary))
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for title, right, _ in columns:
         table.add_column(title, justify="right" if right else "left", no_wrap=title != "Node", overflow="fold")
@@ -59,6 +60,15 @@ def render_gpus(summary: Summary, width: int, signs: Glyphs, show_all: bool = Fa
     if width >= MEDIUM_COLUMNS and any(_throttle_cell(g) for g in selected):
         parts.append(Text("Held: share of time with a reduced clock, mostly by p: power limit, t: heat, h: hardware"))
     return parts
+
+
+def find_severities(summary: Summary) -> dict[tuple[str | None, str | None], str]:
+    """Return the severity of the worst insight about each GPU, by node and UUID."""
+    severities: dict[tuple[str | None, str | None], str] = {}
+    for insight in summary.insights:  # the most severe first
+        if insight.uuid is not None and insight.severity in _SIGNS:
+            severities.setdefault((insight.node, insight.uuid), insight.severity)
+    return severities
 
 
 def select_gpus(summary: Summary) -> list[GpuSummary]:
@@ -105,8 +115,15 @@ def _remainder_line(summary: Summary, selected: Sequence[GpuSummary], signs: Gly
 GpuColumn = tuple[str, bool, Callable[[GpuSummary], RenderableType]]
 
 
-def _columns(signs: Glyphs, width: int, name_width: int) -> list[GpuColumn]:
+def _columns(
+    signs: Glyphs, width: int, name_width: int, severities: Mapping[tuple[str | None, str | None], str]
+) -> list[GpuColumn]:
     """Return (title, right-aligned, cell) of each column; the sparkline gets the remaining width."""
+
+    def index_cell(gpu: GpuSummary) -> Text:
+        index = signs.dash if gpu.index is None else str(gpu.index)
+        sign, style = _SIGNS.get(severities.get((gpu.node, gpu.uuid), ""), ("", ""))
+        return Text(f"{sign}{index}", style=style)
 
     def percentile(name: str) -> Callable[[GpuSummary], str]:
         return lambda g: signs.dash if busy_stats(g) is None else f"{100 * getattr(busy_stats(g), name):.0f}"
@@ -126,7 +143,7 @@ def _columns(signs: Glyphs, width: int, name_width: int) -> list[GpuColumn]:
     sparkline_width = max(8, min(60, width - name_width - (37 + 16 * is_medium + 28 * is_wide)))
     return [
         ("Node", False, lambda g: g.node),
-        ("GPU", True, lambda g: signs.dash if g.index is None else str(g.index)),
+        ("GPU", True, index_cell),
         ("Rank", True, lambda g: ",".join(map(str, g.ranks)) or signs.dash),
         ("Util", True, _utilization_cell(signs)),
         *(percentile_columns if is_medium else []),

@@ -10,12 +10,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain.plan.layout import pluralize
 from clustertrain.report.gpu_table import shorten_uuid
 from clustertrain.telemetry.report_schema import Insight
 
 SEVERITY_SIGNS = {"critical": ("!!", "bold red"), "warning": ("! ", "bold yellow"), "info": ("i ", "bold cyan")}
 _MAX_PER_KIND = 3  # insights of one kind that are shown; the others are counted
 _PADDING = (0, 0, 0, 3)
+
+
+def verdict(insights: Sequence[Insight]) -> Text:
+    """Return how many insights need attention, and the worst of them, in one line."""
+    counts = {severity: sum(i.severity == severity for i in insights) for severity in ("critical", "warning")}
+    parts = [f"{counts['critical']} critical"] if counts["critical"] else []
+    parts += [pluralize(counts["warning"], "warning")] if counts["warning"] else []
+    if not parts:
+        return Text("No problem found", style="bold green")
+    worst = next(i for i in insights if i.severity == ("critical" if counts["critical"] else "warning"))
+    style = SEVERITY_SIGNS[worst.severity][1]
+    return Text(f"{', '.join(parts)}: {worst.text}{format_target(worst)}", style=style, overflow="fold")
 
 
 def render(insights: Sequence[Insight], show_all: bool = False) -> list[RenderableType]:

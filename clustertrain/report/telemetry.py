@@ -1,4 +1,7 @@
-"""The report of ``clustertrain telemetry``: header, meters, training, GPUs, hosts, timeline, goodput, insights."""
+"""The report of ``clustertrain telemetry``: verdict, header, meters, training, GPUs, hosts, timeline, goodput, notes.
+
+With a critical insight, the insights precede the tables.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,35 @@ from clustertrain.run.usage.goodput import Goodput
 from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingSummary
 
 
-def show(summary: Summary, console: Console, show_all: bool = False) -> None:
-    """Print the report; ``show_all`` includes every GPU, host, event and insight."""
-    terminal.emit(console, *render(summary, console.width, terminal.glyphs(console), show_all))
+def show(summary: Summary, console: Console, show_all: bool = False, *, brief: bool = False) -> None:
+    """Print the report; ``show_all`` includes every GPU, host, event and insight; ``brief`` leaves out the tables."""
+    terminal.emit(console, *render(summary, console.width, terminal.glyphs(console), show_all, brief=brief))
 
 
 def render(
-    summary: Summary, width: int, signs: Glyphs = terminal.UNICODE, show_all: bool = False
+    summary: Summary,
+    width: int,
+    signs: Glyphs = terminal.UNICODE,
+    show_all: bool = False,
+    *,
+    brief: bool = False,
 ) -> list[RenderableType]:
     """Return the report's parts in order, for a terminal of ``width`` columns."""
-    blocks: list[list[RenderableType]] = [
-        [_header(summary, signs)],
-        [part for part in (_meters(summary, width, signs), _power_line(summary, signs)) if part is not None],
+    notes = insights.render(summary.insights, show_all) if summary.insights else []
+    is_urgent = brief or any(insight.severity == "critical" for insight in summary.insights)
+    tables: list[list[RenderableType]] = [
         gpu_table.render_gpus(summary, width, signs, show_all) if summary.gpus else [],
         gpu_table.render_hosts(summary, width, signs, show_all) if summary.hosts else [],
         timeline.render(summary, width, signs, show_all),
         [status.goodput_table(summary.goodput, signs)] if summary.goodput and summary.goodput.wall_s > 0 else [],
-        insights.render(summary.insights, show_all) if summary.insights else [],
+    ]
+    blocks: list[list[RenderableType]] = [
+        [insights.verdict(summary.insights)] if summary.insights or summary.hosts else [],
+        [_header(summary, signs)],
+        [part for part in (_meters(summary, width, signs), _power_line(summary, signs)) if part is not None],
+        notes if is_urgent else [],
+        *([] if brief else tables),
+        [] if is_urgent else notes,
     ]
     return [part for block in blocks if block for part in ("", *block)][1:]
 

@@ -75,6 +75,32 @@ def test_report_without_records(tmp_path: Path) -> None:
 def test_many_similar_insights_are_counted(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])
-    text = render_text(summarize(run), 80)
+    verdict, _, text = render_text(summarize(run), 80).partition("\n\n")
+    assert verdict.startswith("9 critical: GPU 0 of n1 was not used")
     assert text.count("was not used") == 3
     assert "and 5 more like these" in text
+
+
+def test_critical_insights_precede_the_tables_and_mark_the_gpu(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    record(new_attempt(run), [(gpu(0), busy(0.9)), (gpu(1), busy(0.0))])
+    text = render_text(summarize(run), 80)
+    assert text.index("Insights") < text.index("Over the job")
+    rows = [line for line in text.partition("Over the job")[2].splitlines() if "▁" in line or "▇" in line]
+    assert "!!1" in rows[1] and "!" not in rows[0]
+
+
+def test_healthy_run_has_no_problem_and_ends_with_its_notes(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    record(new_attempt(run), [(gpu(0), busy(0.9))])
+    text = render_text(summarize(run), 80)
+    assert not any(i.severity in ("critical", "warning") for i in summarize(run).insights)
+    assert text.startswith("No problem found\n")
+
+
+def test_brief_report_has_no_tables(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])
+    out = io.StringIO()
+    telemetry.show(summarize(run), terminal.make_console(out, 80), brief=True)
+    assert "Insights" in out.getvalue() and "GPU utilization" in out.getvalue() and "Over the job" not in out.getvalue()
