@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: setup ## the main job on this machine: train, be preempted, requeue, resume, finish, report
-	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
+	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" $(BIN)/clustertrain demo
 
 FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
 # More at once would slow each other down on two cores. Each test goes to whichever worker is free: tests/conftest.py.

@@ -26,7 +26,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS, ROWS = 100, 60
-COMMANDS = (("clustertrain", "submit", "--follow", "examples/demo.toml"), ("clustertrain", "status"))
+COMMANDS = (("clustertrain", "submit", "--follow", "templates/demo.toml"), ("clustertrain", "status"))
 _CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]")
 
 

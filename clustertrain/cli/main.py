@@ -31,6 +31,7 @@ _FILE_ERRNOS = frozenset(
 # Name: (module:attribute, one line of help). The help is here so that listing the commands imports none of them.
 COMMANDS = {
     "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
+    "demo": ("clustertrain.cli.demo:demo", "Train a small model here: preempted, resumed, completed."),
     "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose and why; submit nothing."),
     "adopt": ("clustertrain.cli.adopt:adopt", "Read a batch script; write the profile and the submit line."),
     "wrap": ("clustertrain.cli.wrap:wrap", "Run a program inside your own batch script."),

@@ -14,6 +14,7 @@ import pytest
 from clustertrain import settings
 from clustertrain.cli.main import main
 from clustertrain.config.command_options import split_arguments
+from clustertrain.run.lookup import list_runs
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from tests.fakes.slurm.fixture import FakeSlurm
@@ -475,3 +476,17 @@ def test_trace_memory_and_no_count_model_exclude_each_other(
 ) -> None:
     assert run_cli("plan", "--trace-memory", "--no-count-model") == 2
     assert "use one of them" in capsys.readouterr().err
+
+
+def test_demo_submits_the_packaged_recipe_and_shows_the_run(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("clustertrain.scheduler.local.LocalBackend.submit", lambda _self, _submission: "local-1")
+    monkeypatch.setattr("clustertrain.cli.follow.follow_run", lambda _run: 0)
+    assert run_cli("demo") == 0
+    out, err = capsys.readouterr()
+    assert "run demo-" in out and "state" in out and "$ clustertrain telemetry latest --brief" in err
+    (run,) = list_runs()
+    spec = load_spec(run)
+    assert (spec.job.nodes, spec.job.gpus, spec.job.layout) == (2, 2, "fsdp")
+    assert spec.recipe.preemption_test.preempt_at_steps == (50,)
