@@ -36,7 +36,7 @@ PATIENTLY = nice -n 19 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --ba
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
 ALONE = -m '(slurm or gpu) $(TIER)' tests/slurm tests/gpu
 # What covers the paths that only a GPU takes; `make cuda-emulated` runs all.
-EMULATED := -n 2 --dist loadgroup --device cuda -m 'emulated and not long or ranks and not emulated' \
+EMULATED = -n 2 --dist loadgroup --device cuda -m '(emulated and not long or ranks and not emulated) $(TIER)' \
   tests/cuda_emulation tests/ranks/test_groups.py tests/ranks/test_stop.py tests/ranks/test_stability.py
 # A shell starts what it runs in the background with SIGINT ignored.
 BESIDE := env --default-signal=INT,QUIT

@@ -51,6 +51,7 @@ EXTENDED = (
     "tests/ranks/test_frameworks.py::test_accelerate_resumes_from_the_checkpoint_in_its_environment",
     "tests/ranks/test_frameworks.py::test_arguments_that_the_agent_adds_do_not_hide_the_checkpoints",
     "tests/ranks/test_frameworks.py::test_callback_does_what_the_hooks_do",
+    "tests/ranks/test_frameworks.py::test_lightning_stops_saves_and_resumes",
     "tests/ranks/test_frameworks.py::test_own_handler_is_asked_and_its_steps_are_seen",
     "tests/ranks/test_frameworks.py::test_preempted_program_has_the_losses_of_an_uninterrupted_one",
     "tests/ranks/test_frameworks.py::test_resume_flag_of_first_attempt_is_not_an_error",
@@ -95,12 +96,14 @@ EXTENDED = (
     "tests/ranks/test_training_data.py::test_documents_of_pipeline_stages_match_one_process_and_resume_exactly",
     "tests/ranks/test_training_data.py::test_image_augmentation_is_independent_of_ranks_and_workers",
     "tests/ranks/test_vision_language.py",
-    "tests/slurm/test_array.py::test_table_follows_requeued_task",
+    "tests/slurm/test_array.py",
     "tests/slurm/test_cluster_detect.py::test_rates_are_measured_across_nodes_of_allocation",
     "tests/slurm/test_containers.py",
-    "tests/slurm/test_frameworks.py::test_killed_rank_costs_the_steps_since_its_last_checkpoint",
+    "tests/slurm/test_frameworks.py",
     "tests/slurm/test_layouts.py",
+    "tests/slurm/test_main_job.py::test_lost_node_does_not_lose_run",
     "tests/slurm/test_main_job.py::test_manual_requeue_keeps_submit_options",
+    "tests/slurm/test_main_job.py::test_secret_of_shared_run_is_in_no_readable_file",
     "tests/slurm/test_main_job.py::test_signal_to_one_process_stops_all_ranks_at_same_step",
     "tests/slurm/test_outside_hands.py",
     "tests/slurm/test_own_scripts.py::test_command_gets_the_signal_that_slurm_sends_to_agents_alone",
@@ -163,6 +166,11 @@ KEPT_CASES: Mapping[str, tuple[str, ...]] = {
     ),
     "tests/ranks/test_tensor_parallel.py::test_layout_matches_one_process": ("tp 2 + sp--dropout",),
     "tests/ranks/test_tensor_parallel.py::test_other_layout_restores_equal_tensors": ("ddp-fsdp 3, tp 2 + sp",),
+    "tests/slurm/test_main_job.py::test_preempted_run_resumes_bit_exactly": ("fsdp-2-2",),
+    "tests/slurm/test_own_scripts.py::test_command_gets_one_signal_and_comes_back": (
+        "preempt-TERM",
+        "requeue-USR2",
+    ),
 }
 
 

@@ -60,7 +60,9 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
 
     statuses = run_statuses(_runs_of_recipe(recipe, same_as)[:limit])
     now = clock.now()
-    progress = [Progress() if isinstance(x, Unreadable) else load_progress(x, now) for x in statuses]
+    progress = [
+        Progress() if isinstance(x, Unreadable) else load_progress(x, now, with_failure=as_json) for x in statuses
+    ]
     if as_json:
         print_json(
             [
@@ -165,7 +167,7 @@ def _watch(console: Console, show: Callable[[int], tuple[RenderableType, bool]])
 
 
 def status_json(current: Any) -> dict[str, Any]:
-    """Return the document of ``status --json``, whose keys are a public interface."""
+    """Return the keys of ``status --json`` that do not need the run's files of metrics; they are a public interface."""
     import msgspec
 
     from clustertrain.run.recipe_hash import load_recipe_hash

@@ -21,6 +21,7 @@ from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_erro
 POLL_S = 0.3
 STATUS_INTERVAL_S = 3.0
 CHUNK = 1 << 16
+MAX_LINE_BYTES = 1 << 20  # a longer line is split
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class _Selection:
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.")
 @click.option("--job", is_flag=True, help="Print the job's log instead: batch script, srun and Slurm.")
 @click.option("--node", metavar="NAME", help="Print torchrun's log of this node instead.")
-@click.option("--errors", is_flag=True, help="Print how each failed rank of the last attempt failed instead.")
+@click.option("--errors", is_flag=True, help="Show why each failed rank of the last attempt failed, instead of a log.")
 @click.option("--raw", is_flag=True, help="Print the log unchanged, colors included; only to a pipe or file.")
 def logs(
     name: str,
@@ -66,6 +67,8 @@ def logs(
     chosen = {"--rank": rank is not None, "--all-ranks": all_ranks, "--job": job, "--node": node, "--errors": errors}
     if len(exclusive := [option for option, is_set in chosen.items() if is_set]) > 1:
         raise UsageError(f"{' and '.join(exclusive)} exclude each other", fix="use one of them")
+    if errors and (follow or raw or lines is not None or pattern is not None):
+        raise UsageError("--errors prints no log, so -f, -n, --grep and --raw do not apply", fix="leave them out")
     if raw and sys.stdout.isatty():
         raise UsageError(
             "--raw: the terminal would interpret control characters in the log",
@@ -96,15 +99,15 @@ def logs(
             current = path
     if escaper is not None:
         unwrap_stream(sys.stdout).buffer.write(escaper.flush())
-    if not printed and matches is None and lines != 0 and not follow:
+    if not printed and not follow and lines != 0 and not any(path.exists() for path in _log_files(run, selection)):
         raise NotFound(_no_output_reason(run, selection), fix=f"`clustertrain status {run.id}` shows its attempts")
     return 0 if printed or matches is None else 1  # as grep
 
 
-def _compile(pattern: str) -> re.Pattern[bytes]:
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern.encode())
-    except re.error as e:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as e:
         raise UsageError(
             f"--grep {pattern!r} is not a regular expression: {e}",
             fix="put a \\ before each of .*+?()[]{}^$| that is text",
@@ -113,17 +116,18 @@ def _compile(pattern: str) -> re.Pattern[bytes]:
 
 def _print_errors(run: RunDir, attempt: int | None) -> int:
     """Print how the ranks of an attempt failed, the one first that explains the others; return the exit code."""
-    from clustertrain.report.progress import list_failures
+    from clustertrain.report.progress import iter_failures
 
     with explain_permission_errors():
         attempts = [a for a in run.attempts() if attempt in (None, a.n)]
-        failures = list_failures(attempts[-1]) if attempts else []
+        failures = list(iter_failures(attempts[-1])) if attempts else []
+    if not attempts:
+        raise NotFound(_no_output_reason(run, _Selection(0, attempt, False, None, False)), fix="check --attempt")
     if not failures:
-        n = f"attempt {attempts[-1].n}" if attempts else "an attempt" if attempt is None else f"attempt {attempt}"
-        click.echo(f"no rank of {n} of {run.id} has recorded a failure", err=True)
+        click.echo(f"no rank of attempt {attempts[-1].n} of {run.id} has recorded a failure", err=True)
         return 1
     for i, failure in enumerate(failures):
-        click.echo(printable(f"rank {failure.rank} on {failure.node}: {failure.reason}"))
+        click.echo(printable(f"{failure.who}: {failure.reason}"))
         # The others mostly fail because of the first one.
         for line in failure.lines if i == 0 else ():
             click.echo(printable(f"  {line}"))
@@ -132,33 +136,49 @@ def _print_errors(run: RunDir, attempt: int | None) -> int:
 
 
 def _select_lines(
-    chunks: Iterator[tuple[Path, bytes]], count: int | None, pattern: re.Pattern[bytes] | None, *, with_rank: bool
+    chunks: Iterator[tuple[Path, bytes]], count: int | None, pattern: re.Pattern[str] | None, *, with_rank: bool
 ) -> Iterator[tuple[Path, bytes]]:
-    """Yield whole lines: those that match ``pattern``, and of those that exist already the last ``count``.
+    """Yield whole lines: those that match ``pattern``, and of those that each file has already the last ``count``.
 
-    An empty chunk separates the existing lines from new ones.
+    An empty chunk separates the existing lines from new ones. A carriage return also ends a line, so that a progress
+    bar does not hold back what is new.
     """
-    last: deque[tuple[Path, bytes]] | None = None if count is None else deque(maxlen=count)
+    last: dict[Path, deque[bytes]] | None = None if count is None else {}
     rests: dict[Path, bytes] = {}
 
     def select(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[Path, bytes]]:
         prefix = f"[{path.stem}] ".encode() if with_rank else b""
-        selected = [(path, prefix + line + b"\n") for line in lines if pattern is None or pattern.search(line)]
-        if last is None:
-            yield from selected
+        found = [
+            x for x in lines if pattern is None or pattern.search(x.decode(errors="backslashreplace").rstrip("\r\n"))
+        ]
+        selected = [prefix + line for line in found]
+        if last is not None:
+            last.setdefault(path, deque(maxlen=count)).extend(selected)
         else:
-            last.extend(selected)
+            yield from ((path, line) for line in selected)
+
+    def flush() -> Iterator[tuple[Path, bytes]]:
+        yield from ((path, line) for path, lines in (last or {}).items() for line in lines)
 
     for path, chunk in chunks:
         if not chunk:
-            yield from last or ()
+            yield from flush()
             last = None
             continue
-        *whole, rests[path] = (rests.get(path, b"") + chunk).split(b"\n")
-        yield from select(path, whole)
+        *lines, rests[path] = _split_lines(rests.get(path, b"") + chunk)
+        if len(rests[path]) > MAX_LINE_BYTES:
+            lines, rests[path] = [*lines, rests[path]], b""
+        yield from select(path, lines)
     for path, rest in rests.items():
-        yield from select(path, [rest] if rest else [])
-    yield from last or ()
+        yield from select(path, [rest + b"\n"] if rest else [])
+    yield from flush()
+
+
+def _split_lines(text: bytes) -> list[bytes]:
+    """Return the lines with their ends, and then what follows the last end."""
+    # A carriage return at the very end may be followed by a newline in the next chunk.
+    *pieces, rest = re.split(rb"(\r\n|\n|\r(?!\Z))", text)
+    return [*(line + end for line, end in zip(pieces[::2], pieces[1::2], strict=True)), rest]
 
 
 class _LogEscaper:
@@ -201,8 +221,9 @@ def _no_output_reason(run: RunDir, selection: _Selection) -> str:
         if node in nodes or not nodes:
             return f"node {node} of {run.id} has printed nothing yet"
         return f"{run.id} has no node {node!r}: it has {', '.join(nodes)}"
-    who = "no rank" if selection.all_ranks else f"rank {selection.rank}"
-    return f"{who} of {run.id} has printed {'anything' if selection.all_ranks else 'nothing'} yet, or does not exist"
+    if selection.all_ranks:
+        return f"no rank of {run.id} has printed anything yet"
+    return f"rank {selection.rank} of {run.id} has printed nothing yet, or does not exist"
 
 
 def _list_nodes(run: RunDir, attempt: int | None) -> list[str]:
@@ -225,7 +246,11 @@ def _log_files(run: RunDir, selection: _Selection) -> list[Path]:
 
 def _rank_logs(attempt: AttemptDir) -> list[Path]:
     """Return the logs of all ranks that have one, by rank."""
-    found = ((re.fullmatch(r"rank-(\d+)\.log", path.name), path) for path in attempt.logs.glob("rank-*.log"))
+    found = (
+        (re.fullmatch(r"rank-(\d+)\.log", path.name), path)
+        for path in attempt.logs.glob("rank-*.log")
+        if path.is_file()
+    )
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clustertrain.run import json_files
 from clustertrain.run.events import Event
 
 RECENT_S = 600.0  # the window over which the rate is averaged
@@ -33,20 +34,24 @@ def estimate(
     eta = None
     if now is not None and step_s is not None and step is not None and total is not None and total >= step:
         eta = (total - step) * step_s * (1 + (overhead or 0.0))
-    rates = [float(r["tokens_per_s"]) for r in rows if isinstance(r.get("tokens_per_s"), int | float)]
-    loss = rows[-1].get("loss")
+    rates = [rate for r in rows if (rate := as_finite(r.get("tokens_per_s"))) is not None]
     return {
         "step_s": step_s,
         "tokens_per_s": sum(rates) / len(rates) if rates else None,
-        "loss": float(loss) if isinstance(loss, int | float) else None,
+        "loss": as_finite(rows[-1].get("loss")),
         "since_step_s": None if now is None else max(0.0, now - last_t),
         "eta_s": eta,
         "overhead": overhead,
     }
 
 
+def as_finite(value: object) -> float | None:
+    """Return a number of a row as a float; None if it is none, NaN, Inf or too large."""
+    return float(value) if json_files.is_number(value) else None
+
+
 def _step_s(rows: list[dict[str, Any]]) -> float | None:
-    times = [float(r["step_s"]) for r in rows if isinstance(r.get("step_s"), int | float)]
+    times = [s for r in rows if (s := as_finite(r.get("step_s"))) is not None and s >= 0]
     if times:
         return sum(times) / len(times)
     steps = int(rows[-1]["step"]) - int(rows[0]["step"])  # a script may not log every step

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from clustertrain import fsio, reading
+from clustertrain.errors import ClusterTrainError
 from clustertrain.report import eta
 from clustertrain.run import event_types, events, json_files, metrics_file, results, state
-from clustertrain.run.results import RankOutcome
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import RunStatus
@@ -22,14 +23,19 @@ LOG_BYTES, MAX_LINES = 16384, 6  # of the log or traceback of the rank that fail
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank whose failure explains the end of an attempt."""
+    """The failure that explains the end of an attempt."""
 
-    rank: int
+    @property
+    def who(self) -> str:
+        return f"torchrun on {self.node}" if self.rank is None else f"rank {self.rank} on {self.node}"
+
+    rank: int | None
+    """None: torchrun failed on the node, not its ranks."""
     node: str
     reason: str
-    """The error in one sentence."""
+    """The first line of the error."""
     log: str
-    """Path of the rank's log."""
+    """Path of the log of the rank, or of torchrun."""
     lines: list[str] = []
     """The end of its traceback; without one, of its log."""
 
@@ -56,27 +62,44 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Why the last attempt failed."""
 
 
-def load_progress(status: RunStatus, now: float) -> Progress:
-    """Return the progress of a run at ``now``, UTC epoch s."""
+# Attempts that ended in another way than by a failure, whose ranks may have been killed in the end.
+_NOT_FAILED = frozenset({None, "completed", "cancelled", "preempted", "time_limit", "signal"})
+
+
+def load_progress(status: RunStatus, now: float, *, with_failure: bool = True) -> Progress:
+    """Return the progress of a run at ``now``, UTC epoch s, as far as its files can be read."""
+    progress = Progress()
+    with contextlib.suppress(ClusterTrainError, OSError, ValueError):  # damaged, or deleted meanwhile
+        progress = _load_progress(status, now, with_failure=with_failure)
+    return progress
+
+
+def _load_progress(status: RunStatus, now: float, *, with_failure: bool) -> Progress:
     run, is_running = status.run, status.state == state.RUNNING
     attempts = run.attempts()
     job = load_spec(run).job
     submitted = next(events.select(events.for_run(run), event_types.Submitted), None)
     checkpoint_step, checkpoint_t = _find_checkpoint(status)
     rates: dict[str, Any] = {}
+    failure = None
     if attempts:
         rows = _read_rows(run, attempts)
         log = _read_events(attempts[-1])
         total = status.total_steps
-        rates = eta.estimate(eta.recent_rows(rows), log, status.step, total, now if is_running else None)
+        rates = (
+            eta.estimate(eta.recent_rows(rows), log, status.step, total, now if is_running else None) if rows else {}
+        )
         rates.pop("overhead", None)
+        has_failed = bool(status.history) and status.history[-1].ending not in _NOT_FAILED
+        if with_failure and has_failed and not is_running:
+            failure = next(iter_failures(attempts[-1]), None)
     return Progress(
         submitted=submitted.t if submitted else None,
         nodes=job.nodes,
         gpus_per_node=job.gpus,
         checkpoint_step=checkpoint_step,
         checkpoint_t=checkpoint_t,
-        failure=next(iter(list_failures(attempts[-1])), None) if attempts and not is_running else None,
+        failure=failure,
         **rates,
     )
 
@@ -84,9 +107,10 @@ def load_progress(status: RunStatus, now: float) -> Progress:
 def _read_rows(run: RunDir, attempts: Sequence[AttemptDir]) -> list[dict[str, Any]]:
     """Return the last rows of the newest attempt that has any, oldest first."""
     for attempt in reversed(attempts):
-        rows = metrics_file.read_last(run.metrics_files(attempt.n)[-1], METRICS_BYTES)
-        if rows := [r for r in rows if json_files.is_number(r.get("t"))]:
-            return rows
+        for path in reversed(run.metrics_files(attempt.n)):  # a rollback begins a new file
+            rows = metrics_file.read_last(path, METRICS_BYTES)
+            if rows := [r for r in rows if eta.as_finite(r.get("t")) is not None]:
+                return rows
     return []
 
 
@@ -111,28 +135,55 @@ def _find_checkpoint(status: RunStatus) -> tuple[int | None, float | None]:
     return None, looks[-1][1] or None if looks else None
 
 
-def list_failures(attempt: AttemptDir) -> list[Failure]:
-    """Return how the ranks of all nodes failed, the one first that explains the others."""
+def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:
+    """Yield how the ranks of all nodes failed, the one first that explains the others.
+
+    If torchrun failed and not the ranks, yield one failure per node.
+    """
     try:
         files = sorted(attempt.results.glob("*.json"))
     except OSError:
-        return []
-    nodes = [results.parse_node_result(json_files.load_document(path).value) for path in files]
-    node_of = {id(rank): node.node for node in nodes if node is not None for rank in node.ranks}
-    outcomes = [rank for node in nodes if node is not None for rank in node.ranks]
-    return [_to_failure(attempt, rank, node_of[id(rank)]) for rank in results.sort_failures(outcomes)]
+        return
+    nodes = [node for path in files if (node := _load_node(path)) is not None]
+    launchers = [node for node in nodes if node.kind == "launcher"]
+    for node in launchers:
+        log = attempt.logs / f"agent-{node.node}.log"
+        yield Failure(
+            rank=None, node=node.node, reason=_one_line(node.message), log=str(log), lines=_last_lines(_read_tail(log))
+        )
+    if launchers:
+        return
+    node_of = {id(rank): node.node for node in nodes for rank in node.ranks}
+    for rank in results.sort_failures([rank for node in nodes for rank in node.ranks]):
+        log, error = attempt.rank_log(rank.rank), rank.error
+        text = (error.traceback if error else None) or _read_tail(log)
+        reason = f"{error.type}: {error.message}" if error else rank.reason
+        yield Failure(
+            rank=rank.rank,
+            node=node_of[id(rank)],
+            reason=_one_line(reason),
+            log=str(log),
+            lines=_last_lines(text),
+        )
 
 
-def _to_failure(attempt: AttemptDir, rank: RankOutcome, node: str) -> Failure:
-    log, error = attempt.rank_log(rank.rank), rank.error
-    text = (error.traceback if error else None) or _read_tail(log)
-    return Failure(
-        rank=rank.rank,
-        node=node,
-        reason=f"{error.type}: {error.message}" if error else rank.reason or "it was killed and left no record",
-        log=str(log),
-        lines=[line.rstrip() for line in text.splitlines() if line.strip()][-MAX_LINES:],
-    )
+def _load_node(path: Path) -> results.NodeResult | None:
+    try:
+        return results.parse_node_result(json_files.load_document(path).value)
+    except OSError:
+        return None
+
+
+def _one_line(reason: str | None) -> str:
+    """Return the first line of a reason: that of CUDA errors has many."""
+    lines = (reason or "").strip().splitlines()
+    return lines[0] if lines else "it was killed and left no record"
+
+
+def _last_lines(text: str) -> list[str]:
+    """Return the last lines with text. Of a line that a progress bar wrote over, only what was shown last counts."""
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in lines if line.strip()][-MAX_LINES:]
 
 
 def _read_tail(path: Path) -> str:

@@ -242,9 +242,9 @@ def _failure_lines(failure: Failure) -> RenderableType:
     """Return the last lines of the rank that failed, and where the rest is."""
     lines = [Text(f"  {printable(line)}", overflow="fold") for line in failure.lines]
     return Group(
-        Text(f"Last lines of rank {failure.rank} on {failure.node}", style="bold"),
+        Text(f"Last lines of {failure.who}", style="bold"),
         *(lines or [Text("  it printed nothing")]),
-        Text(f"all of them: {failure.log}", overflow="fold"),
+        Text(f"full log: {failure.log}", overflow="fold"),
     )
 
 
@@ -375,9 +375,9 @@ def runs_table(runs: Sequence[tuple[RunStatus, Progress]], width: int, now: floa
         Column("step", [format_steps(x) for x, _ in runs], right_aligned=True),
         Column("left", ["-" if p.eta_s is None else format_duration(p.eta_s) for _, p in runs], right_aligned=True),
         Column("loss", ["-" if p.loss is None else format_loss(p.loss) for _, p in runs], right_aligned=True),
-        Column("size", [f"{p.nodes} x {p.gpus_per_node}" for _, p in runs], right_aligned=True),
+        Column("gpus", [f"{p.nodes} x {p.gpus_per_node}" for _, p in runs], right_aligned=True),
         Column("attempts", [str(len(x.history)) for x, _ in runs], right_aligned=True),
         Column("job", [x.job_id or "-" for x, _ in runs]),
         Column("recipe", [x.recipe_hash[:RECIPE_HASH_DIGITS] for x, _ in runs]),
     ]
-    return fit_table(columns, width, drop_order=("recipe", "attempts", "job", "size", "loss", "age", "left"))
+    return fit_table(columns, width, drop_order=("recipe", "attempts", "job", "gpus", "loss", "age", "left"))

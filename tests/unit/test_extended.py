@@ -31,4 +31,4 @@ def test_file_function_and_case_are_recognized() -> None:
     assert is_extended("tests/slurm/test_containers.py::test_main_job")
     case = "tests/ranks/test_parity.py::test_losses_and_norms_match_one_process"
     assert not is_extended(f"{case}[ddp/fp32/1/none/adamw]") and is_extended(f"{case}[hsdp/fp32/4/selective/sgd]")
-    assert not is_extended("tests/ranks/test_frameworks.py::test_lightning_stops_saves_and_resumes")
+    assert not is_extended("tests/ranks/test_faults.py::test_kill_at_any_point_of_a_save_keeps_older_checkpoint")

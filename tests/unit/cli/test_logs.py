@@ -46,14 +46,42 @@ def test_lines_that_match(run: RunDir, monkeypatch: pytest.MonkeyPatch, chunk: i
     monkeypatch.setattr("clustertrain.cli.logs.CHUNK", chunk)  # lines are split
     assert call(run.id, "--grep", r"^step \d|ü").stdout == "step 1  loss 3\nwarning: ümlaut\nstep 2  loss nan\n"
     assert call(run.id, "--grep", "loss", "-n", "1").stdout == "step 2  loss nan\n"
+    assert call(run.id, "--grep", "(?i)Ü[m]").stdout == "warning: ümlaut\n"
     none = call(run.id, "--grep", "nothing like it")
     assert (none.stdout, none.return_value) == ("", 1)  # as grep
-    assert isinstance(call(run.id, "--grep", "(").exception, UsageError)
+    for pattern in ("(", "x{99999999999999}"):
+        assert isinstance(call(run.id, "--grep", pattern).exception, UsageError)
 
 
 def test_all_ranks_are_printed_by_rank(run: RunDir) -> None:
     lines = call(run.id, "--all-ranks", "--grep", "ten|3$").stdout.splitlines()
     assert lines == ["[rank-0] step 1  loss 3", "[rank-1] step 1  loss 3", "[rank-10] ten"]
+
+
+def test_last_lines_are_those_of_each_rank(run: RunDir) -> None:
+    lines = call(run.id, "--all-ranks", "-n", "1").stdout.splitlines()
+    assert lines == ["[rank-0] the end", "[rank-1] step 1  loss 3", "[rank-10] ten"]
+
+
+def test_progress_bar_does_not_hold_back_lines(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.attempt(1).rank_log(0).write_bytes(b"start\r\n 1%\r 2%\r 3%")
+    for chunk in (1, 2, 1 << 16):
+        monkeypatch.setattr("clustertrain.cli.logs.CHUNK", chunk)
+        assert call(run.id, "-n", "9").stdout_bytes == b"start\r\n 1%\r 2%\r 3%\n"
+        assert call(run.id, "--grep", "2|start$").stdout_bytes == b"start\r\n 2%\r"
+
+
+def test_endless_line_is_split(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clustertrain.cli.logs.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("clustertrain.cli.logs.CHUNK", 64)
+    run.attempt(1).rank_log(0).write_bytes(b"x" * 1000)
+    assert call(run.id, "--grep", "x").stdout.strip() == "x" * 1000
+
+
+def test_missing_rank_and_attempt_are_named(run: RunDir) -> None:
+    assert "rank 99 of" in str(call(run.id, "--rank", "99", "--grep", "x").exception)
+    assert "has no attempt 7: it has 1" in str(call(run.id, "--errors", "--attempt", "7").exception)
+    assert isinstance(call(run.id, "--errors", "-n", "5").exception, UsageError)
 
 
 def test_followed_log_starts_with_the_last_lines(run: RunDir) -> None:
@@ -72,6 +100,18 @@ def test_errors_begin_with_the_rank_that_explains_the_others(run: RunDir) -> Non
     assert lines[:4] == [r"rank 1 on b: ValueError: no column \x1b[31m", "  Traceback", "    line 3", "  ValueError"]
     assert lines[4] == f"  log: {run.attempt(1).rank_log(1)}"
     assert lines[5] == "rank 0 on a: DistBackendError: peer is gone" and len(lines) == 7
+
+
+def test_failure_of_torchrun_is_that_of_the_node(run: RunDir) -> None:
+    run.attempt(1).results.mkdir()
+    (run.attempt(1).logs / "agent-a.log").write_text("Traceback\n 10%\r 20%\rModuleNotFoundError: no torch\n")
+    rank = {"rank": 0, "ending": "failed", "kind": "killed"}
+    message = "torchrun on a failed: ModuleNotFoundError: no torch\nand more"
+    result = {"node": "a", "ending": "failed", "kind": "launcher", "message": message, "ranks": [rank]}
+    fsio.write_json(run.attempt(1).result_path("a"), result)
+    lines = call(run.id, "--errors").stdout.splitlines()
+    assert lines[0] == "torchrun on a: torchrun on a failed: ModuleNotFoundError: no torch"
+    assert lines[1:3] == ["  Traceback", "  ModuleNotFoundError: no torch"] and lines[3].endswith("agent-a.log")
 
 
 def test_run_without_failures_has_no_errors(run: RunDir) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -37,7 +39,22 @@ def new_run(home: Path, name: str, *, days: float = 1.0, checkpoint: bool = Fals
         folder.mkdir(parents=True)
         (folder / "rank-0.bin").write_bytes(b"x" * 100_000)
         (folder / "COMMITTED").write_text("x")
+    if state != "RUNNING":
+        end(run, days)
     return run
+
+
+def end(run: RunDir, days: float, ending: str = "failed") -> None:
+    """Record an attempt that ended ``days`` ago, since when no file was written."""
+    t, attempt = time.time() - days * DAY, run.attempt(1)
+    attempt.path.mkdir(parents=True)
+    fsio.write_json(attempt.record, {"job_id": "local-1", "restart": 0, "nodes": ["a"], "host": "a", "t": t})
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
+    log.append({"t": t, "event": "ended", "ending": ending, "reason": "x"})
+    log.append({"t": t, "event": "stopped", "reason": "x"})
+    log.close()
+    for path in run.path.rglob("*"):
+        os.utime(path, (t, t))
 
 
 def call(*argv: str, answer: str = "") -> Result:
@@ -61,7 +78,7 @@ def test_running_run_is_refused_with_all_others(home: Path) -> None:
 def test_checkpoint_is_deleted_only_on_request(home: Path) -> None:
     run = new_run(home, "net-abc234", checkpoint=True)
     error = call(run.id, "--yes").exception
-    assert isinstance(error, ClusterTrainError) and "has a checkpoint of step 10; --checkpoints" in str(error)
+    assert isinstance(error, ClusterTrainError) and "it has a checkpoint of step 10; --checkpoints" in str(error)
     dry = call(run.id, "--checkpoints", "--dry-run", "--json")
     (row,) = json.loads(dry.stdout)
     assert row["run"] == run.id and 100_000 <= row["bytes"] < 1_000_000 and row["deleted"] is False
@@ -85,7 +102,7 @@ def test_old_runs_are_selected_by_age_and_others_stay(home: Path) -> None:
     old, new = new_run(home, "old-abc234", days=40), new_run(home, "new-abc234", days=2)
     kept = new_run(home, "kept-abc234", days=40, checkpoint=True)
     result = call("--older-than", "30d", "--yes")
-    assert result.return_value == 0 and f"{kept.id}  stays: has a checkpoint" in result.stderr
+    assert result.return_value == 0 and f"{kept.id}: kept: it has a checkpoint" in result.stderr
     assert [run.path.exists() for run in (old, new, kept)] == [False, True, True]
 
 
@@ -96,12 +113,69 @@ def test_unreadable_run_is_not_deleted(home: Path) -> None:
     assert isinstance(error, ClusterTrainError) and f"delete {run.path} yourself" in str(error) and run.path.exists()
 
 
-def test_interrupted_deletion_leaves_no_run_in_the_lists(home: Path) -> None:
+def test_long_run_that_ended_just_now_is_not_old(home: Path) -> None:
+    run = new_run(home, "long-abc234", days=40, checkpoint=True)
+    (run.checkpoints / "step-00000010" / "COMMITTED").write_text("y")  # saved just now
+    result = call("--older-than", "30d", "--checkpoints", "--yes")
+    assert result.return_value == 0 and run.path.exists()
+
+
+def test_failed_deletion_is_reported_and_leaves_no_run_in_the_lists(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = new_run(home, "one-abc234"), new_run(home, "two-abc234")
+    rmtree = shutil.rmtree
+
+    def fail(path: Path) -> None:
+        if "one" in path.name:
+            raise OSError(39, "Directory not empty", str(path / "x"))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    result = call(first.id, second.id, "--yes")
+    assert result.return_value == 1 and f"the rest is in {home}/runs/.{first.id}.deleted" in result.stderr
+    assert lookup.list_runs() == [] and not second.path.exists()
+
+
+def test_run_that_is_continued_while_the_user_thinks_is_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(home, "net-abc234")
-    run.path.rename(run.path.with_name(f".{run.id}.deleted"))
-    assert lookup.list_runs() == []
+
+    def confirm(*_: object, **__: object) -> bool:
+        live_runs.create_job("local-1", run, state="RUNNING")
+        (run.attempt(2).path).mkdir()
+        return True
+
+    monkeypatch.setattr("click.confirm", confirm)
+    result = call(run.id)
+    assert result.return_value == 1 and run.path.exists() and "kept: it is running" in result.stderr
 
 
-@pytest.mark.parametrize("argv", [(), ("net", "--older-than", "30d"), ("--older-than", "long")])
+def test_submission_in_progress_is_not_deleted(home: Path) -> None:
+    run = live_runs.new_run(home, time.time(), name="sub-abc234")
+    (run.events / "submit.jsonl").unlink()
+    error = call(run.id, "--yes").exception
+    assert isinstance(error, ClusterTrainError) and "its end is not recorded" in str(error) and run.path.exists()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "out"])
+def test_files_of_the_program_are_deleted_only_on_request(home: Path, name: str) -> None:
+    run = new_run(home, "net-abc234")
+    (run.path / name).mkdir()
+    error = call(run.id, "--yes").exception
+    assert isinstance(error, ClusterTrainError) and f"its program has written {name}" in str(error)
+    assert call(run.id, "--yes", "--checkpoints").return_value == 0
+
+
+def test_linked_folder_is_not_deleted(home: Path) -> None:
+    run = new_run(home, "net-abc234")
+    run.path.rename(home / "elsewhere")
+    run.path.symlink_to(home / "elsewhere")
+    error = call(run.id, "--yes").exception
+    assert isinstance(error, ClusterTrainError) and "its folder is a link" in str(error) and run.path.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "argv", [(), ("net", "--older-than", "30d"), ("--older-than", "long"), ("--older-than", "30"), ("net", "--json")]
+)
 def test_selection_has_to_be_clear(argv: tuple[str, ...]) -> None:
     assert isinstance(call(*argv).exception, UsageError)

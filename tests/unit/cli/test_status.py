@@ -7,6 +7,7 @@ import os
 import time
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click import Command
@@ -16,7 +17,7 @@ from clustertrain import clock, fsio
 from clustertrain.cli.jobs import list_, status
 from clustertrain.cli.open import open_
 from clustertrain.cli.version import version
-from clustertrain.errors import UsageError
+from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report import live_runs
 
@@ -75,7 +76,7 @@ def test_list_shows_age_progress_time_left_loss_and_size(run: RunDir, columns: i
     assert len(titles) <= columns and len(row) <= columns
     expected = {"run": run.id, "state": "running", "age": "1h06m", "step": "1200/10000", "left": "1h14m"}
     if columns > 60:
-        expected |= {"loss": "1.143", "size": "2x4"}
+        expected |= {"loss": "1.143", "gpus": "2x4"}
     assert expected.items() <= shown.items()
 
 
@@ -94,10 +95,45 @@ def test_failed_run_shows_the_end_of_the_traceback_and_the_log(run: RunDir) -> N
     assert "step        1200/10000 (12%), 500 ms per step\n" in out  # no time left
     block = out.partition("Last lines of rank 5 on b\n")[2].splitlines()
     assert block[:3] == ["  Traceback", "    line 3", "  ValueError: no column"]
-    assert block[3] == f"all of them: {run.attempt(1).rank_log(5)}"
+    assert block[3] == f"full log: {run.attempt(1).rank_log(5)}"
     assert out.count("rank 5 on b: ValueError: no column") == 1
     (row,) = json.loads(call(list_, "--json").stdout)
     assert row["failure"]["rank"] == 5 and row["failure"]["reason"] == "ValueError: no column"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"step_s": float("inf")},
+        {"step_s": float("nan"), "loss": float("nan")},
+        {"loss": 10**400, "tokens_per_s": 10**400, "step_s": 10**400},
+        {"step_s": -5.0},
+        {"step": "many", "t": "now"},
+    ],
+)
+def test_damaged_row_does_not_hide_the_run(run: RunDir, row: dict[str, Any]) -> None:
+    with run.metrics_path(1).open("a") as f:
+        f.write(json.dumps({"step": 1201, "t": NOW, **row}) + "\n")
+    assert call(list_).exit_code == 0 and run.id in call(list_).stdout
+    result = call(status, run.id)
+    (step,) = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+    assert result.exit_code == 0 and "-" not in step and "e+" not in step
+
+
+def test_rows_before_a_rollback_are_read_if_there_are_none_since(run: RunDir) -> None:
+    run.metrics_path(1, 1).write_text("")
+    (row,) = json.loads(call(list_, "--json").stdout)
+    assert row["loss"] == pytest.approx(8 / 7)
+
+
+def test_run_deleted_meanwhile_is_listed_without_progress(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clustertrain.report import progress
+
+    def delete(_: object) -> None:
+        raise NotFound("spec.toml is gone")
+
+    monkeypatch.setattr(progress, "load_spec", delete)
+    assert run.id in call(list_).stdout
 
 
 def test_watching_needs_a_terminal(run: RunDir) -> None:
