@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from clustertrain import clock
 from clustertrain.cli.completion import complete_runs
 from clustertrain.errors import AmbiguousName, NotFound
 from clustertrain.printable import printable, printable_json
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from clustertrain.run.run_dir import RunDir
 
 run_argument = click.argument("name", metavar="[RUN]", default="latest", shell_complete=complete_runs)
@@ -49,6 +52,25 @@ class CommandWithSubcommands(click.Command):
             formatter.write_dl(
                 [(name, subcommand.get_short_help_str(100)) for name, subcommand in self.subcommands.items()]
             )
+
+
+def watch(console: Console, interval_s: float, show: Callable[[], tuple[RenderableType, bool]]) -> int:
+    """Show in place what ``show`` returns, every ``interval_s``, until it says that this was the last time.
+
+    Ctrl-C stops the watching, not what is watched. Returns the exit code.
+    """
+    from rich.live import Live
+
+    try:
+        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as screen:
+            while True:
+                content, is_last = show()
+                screen.update(content, refresh=True)
+                if is_last:
+                    return 0
+                clock.sleep(interval_s)
+    except KeyboardInterrupt:
+        return 130
 
 
 def find_run(name: str) -> RunDir:

@@ -20,7 +20,7 @@ _FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config
 @click.command()
 @click.argument("shell", type=click.Choice(list(_FILES)))
 def completion(shell: str) -> None:
-    """Print the completion of commands, options, runs, recipe keys and GPU types for a shell.
+    """Print the script with which a shell completes commands, options, runs, recipe keys and GPU types.
 
     \b
     bash:  eval "$(clustertrain completion bash)"        in ~/.bashrc

@@ -6,8 +6,7 @@ import contextlib
 import getpass
 import os
 import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,13 +19,14 @@ from clustertrain.cli.common import (
     print_json,
     required_run_argument,
     run_argument,
+    watch,
 )
 from clustertrain.cli.completion import complete_runs
 from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from clustertrain.scheduler.backend import Backend
     from clustertrain.scheduler.run_status import RunStatus
@@ -114,9 +114,9 @@ def _unreadable_json(row: Any) -> dict[str, Any]:
 
 @click.command()
 @run_argument
-@click.option("--watch", is_flag=True, help="Show it again every few seconds until the run ends; Ctrl-C ends that.")
+@click.option("--watch", "follow", is_flag=True, help="Refresh every 5 s until the run ends; Ctrl-C stops watching.")
 @json_option
-def status(name: str, watch: bool, as_json: bool) -> None:
+def status(name: str, follow: bool, as_json: bool) -> int:
     """Show the progress, loss and attempts of RUN, why it failed, its predicted and measured speed, and where the time
     went."""
     import msgspec
@@ -125,45 +125,33 @@ def status(name: str, watch: bool, as_json: bool) -> None:
     from clustertrain.report.progress import load_progress
     from clustertrain.scheduler.run_status import run_status
 
-    if watch and (as_json or not sys.stdout.isatty()):
-        raise UsageError("status --watch needs a terminal", fix="poll `status --json`, or use `wait`")
     run = find_run(name)
-    if as_json:
+    if as_json and not follow:
         with explain_permission_errors():
             current = run_status(run)
             document = {**status_json(current), **msgspec.to_builtins(load_progress(current, clock.now()))}
             print_json({**document, "prediction": msgspec.to_builtins(plan_vs_measured.compare_run(run))})
-        return
+        return 0
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
 
     console = make_console(rows=True)
 
-    def show(width: int) -> tuple[RenderableType, bool]:
+    if follow and (as_json or not console.is_terminal):
+        raise UsageError("status --watch needs a terminal", fix="poll `status --json`, or use `wait`")
+
+    def show() -> tuple[RenderableType, bool]:
         """Return the status as it is now, and whether it is the last one."""
         t = clock.now()
         with explain_permission_errors():
             current = run_status(run)
             progress, comparison = load_progress(current, t), plan_vs_measured.compare_run(run)
-        return render(current, progress, comparison, width, glyphs(console), t), current.is_final
+        return render(current, progress, comparison, console.width, glyphs(console), t), current.is_final
 
-    if watch:
-        _watch(console, show)
-    else:
-        emit(console, show(console.width)[0])
-
-
-def _watch(console: Console, show: Callable[[int], tuple[RenderableType, bool]]) -> None:
-    """Show what ``show`` returns for a width, in place, until it is the last one or Ctrl-C is pressed."""
-    from rich.live import Live
-
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while True:
-            content, is_last = show(console.width)
-            live.update(content, refresh=True)
-            if is_last:
-                return
-            clock.sleep(WATCH_INTERVAL_S)
+    if follow:
+        return watch(console, WATCH_INTERVAL_S, show)
+    emit(console, show()[0])
+    return 0
 
 
 def status_json(current: Any) -> dict[str, Any]:

@@ -32,11 +32,11 @@ _FILE_ERRNOS = frozenset(
 COMMANDS = {
     "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
     "demo": ("clustertrain.cli.demo:demo", "Train a small model here: preempted, resumed, completed."),
-    "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose and why; submit nothing."),
+    "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose; --why explains it."),
     "adopt": ("clustertrain.cli.adopt:adopt", "Read a batch script; write the profile and the submit line."),
     "wrap": ("clustertrain.cli.wrap:wrap", "Run a program inside your own batch script."),
     "list": ("clustertrain.cli.jobs:list_", "List your runs, newest first."),
-    "status": ("clustertrain.cli.jobs:status", "Show a run's attempts, its step and where the time went."),
+    "status": ("clustertrain.cli.jobs:status", "Show a run's progress, loss and attempts, and why it failed."),
     "sweep": ("clustertrain.cli.sweep:sweep", "Submit one run per point of a grid; show the results."),
     "compare": ("clustertrain.cli.compare:compare", "Compare runs: results, settings and telemetry."),
     "logs": ("clustertrain.cli.logs:logs", "Print a rank's log; follow it across requeues."),
@@ -59,8 +59,11 @@ COMMANDS = {
     "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
     "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
-    "version": ("clustertrain.cli.version:version", "Show the version; with -v, what a bug report needs."),
-    "completion": ("clustertrain.cli.completion:completion", "Print the completion for bash, zsh or fish."),
+    "version": ("clustertrain.cli.version:version", "Show the version; with -v, everything that a bug report needs."),
+    "completion": (
+        "clustertrain.cli.completion:completion",
+        "Print the shell completion script for bash, zsh or fish.",
+    ),
 }
 
 

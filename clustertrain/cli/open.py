@@ -29,9 +29,12 @@ def open_(name: str, output: str | None, no_browser: bool) -> None:
     from clustertrain.run.run_dir import explain_permission_errors
 
     run = find_run(name)
-    # Another user's run can be read but not written.
-    folder = run.path if os.access(run.path, os.W_OK) else Path(tempfile.mkdtemp(prefix=f"{run.id}-"))
-    page = Path(output) if output is not None else folder / PAGE
+    if output is not None:
+        page = Path(output)
+    elif os.access(run.path, os.W_OK):
+        page = run.path / PAGE
+    else:  # another user's run
+        page = Path(tempfile.mkdtemp(prefix=f"{run.id}-"), PAGE)
     with explain_permission_errors():
         write_report_page(run, page)
     click.echo(page)

@@ -28,7 +28,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=TargetCommand, context_settings=CONTEXT_SETTINGS)
-@click.option("--why", is_flag=True, help="Also show the training, the reasons, the runners-up and the environment.")
+@click.option(
+    "--why", is_flag=True, help="Also show the training settings, the reasons, the runners-up and the environment."
+)
 @click.option("--find-micro-batch", is_flag=True, help="Find the largest micro-batch by training a few steps here.")
 @click.option("--gpus-range", metavar="LOW-HIGH", help="Plan for several numbers of GPUs with the same global batch.")
 @click.option("--table", type=_FILE, metavar="IN.csv", help="Predict each row of a table of configurations.")
@@ -46,7 +48,7 @@ def plan(
     calibrate: bool,
     **options: Any,
 ) -> int:
-    """Show what submit would choose and why; submit nothing."""
+    """Show what submit would choose; submit nothing. --why explains the choices."""
     as_json = options["as_json"]
     if table is not None and (gpus_range is not None or find_micro_batch):
         other = "--gpus-range" if gpus_range is not None else "--find-micro-batch"
@@ -100,7 +102,7 @@ def _show(chosen: Plan, command: str, verdict: str, *, why: bool) -> None:
     for title, rows in [*sections, *(_reasons(chosen, command) if why else [])]:
         if rows:
             parts += [f"\n{title}", _format_rows(rows, console.width)]
-    hint = "\n--why also shows the training, the reasons, the runners-up and the environment."
+    hint = "\n--why also shows the training settings, the reasons, the runners-up and the environment."
     emit(console, *parts, *([] if why else [hint]))
 
 

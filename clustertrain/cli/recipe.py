@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +117,6 @@ def _find_key(tables: dict[str, Table], name: str) -> Key | None:
 
 def _plain(key: Key) -> dict[str, str]:
     """Return the parts of a key without the marks of reStructuredText and Markdown."""
-    return {
-        name: text.replace("``", '"').replace('""', '"').replace("`", "")
-        for name, text in key._asdict().items()
-        if name != "name"
-    }
+    texts = {name: text for name, text in key._asdict().items() if name != "name"}
+    # Code in a description is in double backticks; a string in it has quotes of its own.
+    return {name: re.sub(r"``(.*?)``|`", lambda code: code[1] or "", text) for name, text in texts.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clustertrain import clock
+from clustertrain.cli import common
 from clustertrain.cli.common import CommandWithSubcommands, json_option, print_json
 from clustertrain.cli.job_options import CONTEXT_SETTINGS, POSITIVE, TargetCommand, build_request, job_options
 from clustertrain.cli.progress import ProgressBar
@@ -16,6 +16,8 @@ from clustertrain.cli.submit import format_training
 from clustertrain.errors import AmbiguousName, NotFound, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from clustertrain.submit.request import SubmitRequest
 
 WATCH_S = 2.0
@@ -124,7 +126,13 @@ def show(name: str, watch: bool, as_json: bool) -> int:
         if watch and not console.is_terminal:
             raise UsageError("--watch needs a terminal", fix="use `clustertrain wait` and `sweep show`, or --json")
         if watch:
-            return _watch(reader, console)
+            from rich.console import Group
+
+            def read() -> tuple[RenderableType, bool]:
+                results = reader.read()
+                return Group(*render(results, console.width, glyphs(console))), results.is_final
+
+            return common.watch(console, WATCH_S, read)
         emit(console, *render(reader.read(), console.width, glyphs(console)))
     return 0
 
@@ -147,26 +155,6 @@ def _find_sweep(name: str) -> Path:
         if folder is None or not list_sweep_runs(folder):
             raise
         return folder
-
-
-def _watch(reader: Any, console: Any) -> int:
-    """Refresh the table until all runs have ended. Ctrl-C stops watching; the runs continue."""
-    from rich.console import Group
-    from rich.live import Live
-
-    from clustertrain.report.runs.sweep import render
-    from clustertrain.report.terminal import glyphs
-
-    try:
-        with Live(console=console, auto_refresh=False) as screen:
-            while True:
-                results = reader.read()
-                screen.update(Group(*render(results, console.width, glyphs(console))), refresh=True)
-                if results.final:
-                    return 0
-                clock.sleep(WATCH_S)
-    except KeyboardInterrupt:
-        return 130
 
 
 sweep.subcommands["show"] = show

@@ -26,7 +26,7 @@ _PACKAGES = (
 @click.option("-v", "--verbose", is_flag=True, help="Also show the machine, the packages, the scheduler and the GPUs.")
 @json_option
 def version(verbose: bool, as_json: bool) -> None:
-    """Show the version; with -v or --json, what a bug report needs."""
+    """Show the version; with -v or --json, everything that a bug report needs."""
     facts = {"clustertrain": _installed("clustertrain"), **(dict(_facts()) if verbose or as_json else {})}
     if as_json:
         print_json(facts)

@@ -31,7 +31,7 @@ def render() -> str:
     parts = [
         f"{_HEADER}\n# Command line",
         "RUN is a run id or a unique prefix of one, a job id (`123_4` for a task of an array), or `latest`. `latest` "
-        "is the default except for `cancel`, `requeue` and `checkpoint prune`. Every reporting command accepts "
+        "is the default except for commands that cannot be undone or start something. Every reporting command accepts "
         "`--json`: one document on standard output, with units in the names of the keys.",
         _EXIT_CODES.rstrip(),
     ]
@@ -50,7 +50,10 @@ def _command_parts(command: click.Command, name: str, parent: click.Context) -> 
     yield f"{level} {context.command_path.removeprefix('clustertrain ')}"
     yield f"```text\n{context.command_path} {usage}\n```"
     if command.help:
-        yield inspect.cleandoc(command.help)
+        for paragraph in inspect.cleandoc(command.help).split("\n\n"):
+            # After \b, click keeps the lines as they are.
+            is_block = paragraph.startswith("\b\n")
+            yield "```text\n" + paragraph.removeprefix("\b\n") + "\n```" if is_block else paragraph
     yield from _option_tables(command, context)
     subcommands: Mapping[str, click.Command] = {}
     if isinstance(command, click.Group):

@@ -121,7 +121,7 @@ class MetricsProcessor:
 
     def begin_loop(self, total_steps: int) -> None:
         """Print the time left of a loop up to step ``total_steps``."""
-        self.writer.line.total_steps = total_steps
+        self.writer.line.begin(total_steps)
 
     def begin_step(self, step: int) -> None:
         """Start a row; ``step`` is the number of steps done."""

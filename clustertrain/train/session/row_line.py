@@ -10,6 +10,7 @@ from typing import Any
 
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.durations import format_duration, format_step_time
+from clustertrain.train.stability.warnings import BAD_SAMPLES_KEY
 
 WIDTH = 100
 PART_SEPARATOR = "/"  # before the name of a layer or slice in a column name
@@ -21,6 +22,7 @@ _OWN_FORM = frozenset(
     {
         "t", "step", "loss", "lr", "grad_norm", "step_s", "tokens_per_s", "samples_per_s", "data_wait_s", "rss_gib",
         "allocated_gib", "peak_allocated_gib", "clipped", "clip_fraction", "skipped", "spike", "overflow",
+        BAD_SAMPLES_KEY,
     }
 )  # fmt: skip
 
@@ -29,9 +31,13 @@ class RowLine:
     """Formatter of the printed rows of one loop of steps."""
 
     def __init__(self) -> None:
-        self.total_steps: int | None = None
-        """Steps of the whole run; None: unknown."""
+        self._total: int | None = None
         self._printed: deque[tuple[float, int]] = deque(maxlen=RATE_ROWS)
+
+    def begin(self, total_steps: int | None) -> None:
+        """Begin a loop of steps up to ``total_steps`` of the whole run. Its rate is that of this loop alone."""
+        self._total = total_steps
+        self._printed.clear()
 
     def format(self, row: Mapping[str, Any]) -> str:
         """Return the line of ``row``, without the values that do not fit: the file of metrics has them all."""
@@ -46,7 +52,7 @@ class RowLine:
         """Yield the parts of the line, the most important one first."""
         if (t := _as_number(row.get("t"))) is not None:
             yield time.strftime("%H:%M:%S", time.localtime(t))
-        total = "" if self.total_steps is None else f"/{self.total_steps}"
+        total = "" if self._total is None else f"/{self._total}"
         yield f"step {row['step']:>{max(0, len(total) - 1)}}{total}"
         if "loss" in row:
             yield f"loss {_format_value(row['loss'])}"
@@ -54,6 +60,7 @@ class RowLine:
         if left_s is not None:
             yield f"{format_duration(left_s)} left"
         yield from (name for name in ("skipped", "spike", "overflow") if row.get(name))
+        yield from (str(row[k]) for k in (BAD_SAMPLES_KEY,) if k in row)
         others = {k: v for k, v in row.items() if k not in _OWN_FORM and not k.startswith(TOTAL_PREFIX)}
         others = {k: v for k, v in others.items() if PART_SEPARATOR not in k}
         yield from (f"{k} {_format_value(v)}" for k, v in others.items() if k.startswith(VALIDATION_PREFIX))
@@ -66,12 +73,12 @@ class RowLine:
 
     def _estimate_left(self, t: float | None, step: int) -> float | None:
         """Return the time for the remaining steps at the rate of the last printed rows, with all that is between."""
-        if t is None or self.total_steps is None:
+        if t is None or self._total is None:
             return None
         if self._printed and step <= self._printed[-1][1]:
             self._printed.clear()  # after a rollback
         self._printed.append((t, step))
-        (first_t, first_step), remaining = self._printed[0], self.total_steps - step
+        (first_t, first_step), remaining = self._printed[0], self._total - step
         return None if first_step == step or remaining <= 0 else (t - first_t) / (step - first_step) * remaining
 
 

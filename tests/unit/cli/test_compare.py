@@ -221,10 +221,10 @@ def test_ids_and_hashes_are_never_truncated(
     head, *rows = capsys.readouterr().out.splitlines()
     rows, below = rows[:3], rows[3:]
     assert f"{LONG}:" in "".join(below).replace(" ", "") and f"  clustertrain requeue {LONG}" in below
-    assert head.split()[0] == "run" and head.split()[-1] == "recipe" and ("attempts" in head) == (columns is None)
-    assert {(row.split()[0], row.split()[-1]) for row in rows} == {
-        (r.id, h[:7]) for r, h in zip((run, *pair), hashes, strict=True)
-    }
+    assert head.split()[0] == "run" and ("recipe" in head) == ("attempts" in head) == (columns is None)
+    assert {row.split()[0] for row in rows} == {r.id for r in (run, *pair)}
+    if columns is None:
+        assert {row.split()[-1] for row in rows} == {h[:7] for h in hashes}
     assert run_cli("compare", "a-a", "b-b", "pretraining") == 0
     text = capsys.readouterr().out
     assert "\u2026" not in text and LONG in text and all(f"recipe {h}" in text for h in hashes)

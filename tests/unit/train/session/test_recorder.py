@@ -154,6 +154,6 @@ def test_rank_0_prints_rows_to_stderr_outside_run(capsys: pytest.CaptureFixture[
         recorder.writer.close()
         captured = capsys.readouterr()
         assert not captured.out
-        steps = [line.split()[1] for line in captured.err.splitlines()]
+        steps = [line.partition("step ")[2].split()[0] for line in captured.err.splitlines()]
         assert steps == ([] if rank else ["1", "10", "20"])
-        assert all("note warm  loss 0.5" in line for line in captured.err.splitlines())
+        assert all("  loss 0.5  " in line and "  note warm" in line for line in captured.err.splitlines())

@@ -16,7 +16,7 @@ ROW: dict[str, Any] = {
 
 def line_of(total: int | None = 600) -> RowLine:
     line = RowLine()
-    line.total_steps = total
+    line.begin(total)
     return line
 
 
