@@ -198,7 +198,7 @@ def check_tensors(
     if lines:
         raise ConfigError(
             f"{files.folder}: the tensors are not those of {source}:\n  " + "\n  ".join(lines),
-            fix="choose weights of the same model, or change its sizes",
+            fix="choose weights of the same model, in a floating-point dtype, or change the model's sizes",
         )
 
 

@@ -23,6 +23,7 @@ from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord, chec
 from clustertrain.checkpoint.format.model_tensors import find_model_tensors
 from clustertrain.checkpoint.format.safetensors_files import INDEX_FILE, SINGLE_FILE
 from clustertrain.checkpoint.format.storage import Folder
+from clustertrain.checkpoint.offline import companions
 from clustertrain.checkpoint.offline.adapter import SavedAdapter, find_adapter
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress
 from clustertrain.checkpoint.offline.safetensors import ExportTensor, check_safetensors, write_safetensors
@@ -42,7 +43,8 @@ _FIX_BY_ERRNO = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to with --output"),
 }
 _EXPORT_FILE_NAMES = re.compile(
-    r"(adapter_)?config\.json|adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"(adapter_)?config\.json|adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
+    + "|".join(map(re.escape, companions.NAMES))
 )
 
 
@@ -344,8 +346,11 @@ def _write(
         _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX_FILE)
     if recipe is not None:
-        _write_json(path / CONFIG_FILE, families.build_config(recipe.model, recipe.data.seq_len, items[0].dtype))
-        files.append(CONFIG_FILE)
+        # transformers converts all tensors to this dtype.
+        widest = max(items, key=lambda item: item.itemsize if dtypes.is_float(item.dtype) else 0).dtype
+        config = families.build_config(recipe.model, recipe.data.seq_len, widest)
+        _write_json(path / CONFIG_FILE, {**config, **companions.read_token_ids(recipe)})
+        files += [CONFIG_FILE, *companions.copy_files(recipe, path)]
     fsio.fsync_folder(path)
     return tuple(files)
 

@@ -8,6 +8,8 @@ from clustertrain.checkpoint.format import model_tensors, safetensors_files
 from clustertrain.config.huggingface import tensor_names
 from clustertrain.submit.prepared_run import PreparedRun
 
+BYTE_VOCABULARY = 256  # what text is read as without a tokenizer
+
 
 def check_pretrained(prepared: PreparedRun) -> str | None:
     """Return a note on the weights that the run starts from; None if they are random.
@@ -20,7 +22,8 @@ def check_pretrained(prepared: PreparedRun) -> str | None:
         CheckpointError: the checkpoint is not committed, or damaged.
         ConfigError: a file is damaged, or its tensors are not those of the model.
     """
-    spec = prepared.spec.recipe.model
+    recipe = prepared.spec.recipe
+    spec = recipe.model
     if not spec.weight_files or prepared.spec.script is not None:
         return None
     if not spec.is_decoder:
@@ -35,4 +38,10 @@ def check_pretrained(prepared: PreparedRun) -> str | None:
     expected = {name if is_checkpoint else hf_name: shape for name, (hf_name, shape) in mapping.items()}
     safetensors_files.check_tensors(files, expected, "the recipe's decoder")
     stored = ", ".join(sorted({files.tensors[name].dtype for name in expected}))
-    return f"weights: {len(expected)} tensors from {spec.init}, {stored}"
+    # Token ids of bytes mean other tokens in any other vocabulary.
+    is_bytes = recipe.data_kind == "text" and spec.vocab_size != BYTE_VOCABULARY
+    warning = (
+        f"; but data.kind = 'text' trains on bytes, which are other tokens in a vocabulary of {spec.vocab_size}: set "
+        "data.kind = 'chat' with data.tokenizer, or 'tokens' with shards of its tokenizer"
+    )
+    return f"weights: {len(expected)} tensors from {spec.init}, {stored}{warning if is_bytes else ''}"

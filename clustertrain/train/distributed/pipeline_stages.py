@@ -14,6 +14,7 @@ from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
+from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 from clustertrain.train.distributed import low_bit
 
 # Names of modules that stay together; a name in two units is copied to both of their stages.
@@ -192,6 +193,7 @@ def split_into_stages(model: nn.Module, layout: Layout, split: Sequence[str], ra
     starts = find_stage_starts(model, len(stage_ranks), split)
     stage_units = [sum(model_units[a:b], ()) for a, b in zip(starts, [*starts[1:], len(model_units)], strict=True)]
     shared = _find_shared_params(model, stage_units)
+    _check_frozen_stages(model, stage_units, layout.schedule)
     state_names = frozenset(clean_fqn(k) for k in model.state_dict())
     local_stages = [i for i, r in enumerate(stage_ranks) if r == rank]
     model_parts = [model] if len(local_stages) == 1 else [copy.deepcopy(model) for _ in local_stages]
@@ -201,6 +203,27 @@ def split_into_stages(model: nn.Module, layout: Layout, split: Sequence[str], ra
                 _remove_module(model_part, name)
         model_part.pipeline_stage = StageInfo(index, stage_ranks, state_names, shared)  # type: ignore[assignment]
     return model_parts
+
+
+def _check_frozen_stages(model: nn.Module, stage_units: Sequence[Unit], schedule: str) -> None:
+    """Refuse schedules that would not train a stage after frozen ones.
+
+    torch 2.13 computes the gradients of weights from those of the stage's input. If only frozen stages precede it, its
+    input needs none, and all of its weights get no gradient.
+    """
+    if schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return
+    trained = [
+        i
+        for i, unit in enumerate(stage_units)
+        if any(p.requires_grad and any(_is_inside(name, n) for n in unit) for name, p in model.named_parameters())
+    ]
+    if trained and trained[0] > 0:
+        raise ConfigError(
+            f"schedule {schedule} with frozen pipeline stages: nothing is trained before stage {trained[0]}"
+            f" ({', '.join(stage_units[trained[0]])}), whose weights would then get no gradient",
+            fix="set parallel.schedule = '1f1b' or 'interleaved', or train something in stage 0",
+        )
 
 
 def _find_shared_params(model: nn.Module, stage_units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:

@@ -168,7 +168,7 @@ class TiedHead(nn.Module):
     """Logits from the embedding's weight; a module, so that a tensor-parallel plan can name it."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight)
+        return F.linear(x, weight.to(x.dtype))  # that of a frozen base may have fewer bits
 
 
 class Decoder(nn.Module):

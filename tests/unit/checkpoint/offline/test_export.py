@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,34 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 # -- transformers
+
+
+def test_export_of_a_pretrained_model_has_its_tokenizer_and_token_ids(tmp_path: Path) -> None:
+    init, tokenizer = tmp_path / "init", tmp_path / "tokenizer"
+    files = {
+        init / "config.json": '{"bos_token_id": 1, "eos_token_id": [2, 3], "hidden_size": 7}',
+        init / "generation_config.json": '{"eos_token_id": 2}',
+        init / "tokenizer.json": "of the model",
+        init / "unrelated.py": "print()",
+        tokenizer / "tokenizer.json": "of the data",
+        tokenizer / "chat_template.jinja": "{{ messages }}",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    os.mkfifo(init / "vocab.json")  # not a file: left out
+    recipe = recipe_of(init=str(init))
+    data = msgspec.structs.replace(recipe.data, tokenizer=str(tokenizer), kind="chat", path="x.jsonl")
+    recipe = msgspec.structs.replace(recipe, data=data)
+    checkpoint = save(tmp_path / "checkpoints", 3, {"model": decoder(recipe_of())}, recipe=recipe)
+    for _ in range(2):  # an export replaces an earlier one with these files
+        export_checkpoint(ExportRequest(checkpoint, tmp_path / "out", force=True))
+    out = tmp_path / "out"
+    expected = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert names_in(out) == expected and (out / "tokenizer.json").read_text() == "of the data"
+    config = json.loads((out / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 3], None)
+    assert config["hidden_size"] != 7
 
 
 @pytest.mark.ranks  # transformers takes seconds to import

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from clustertrain.diagnose.checks import init_loss, layers, lr_range, overfit, resume, speed
+from clustertrain.diagnose.checks import init_loss, layers, lr_range, overfit, pretrained, resume, speed
 from clustertrain.diagnose.checks.init_loss import ExpectedLoss
 from clustertrain.diagnose.checks.overfit import OverfitTrial
 from clustertrain.diagnose.registry import CHECKS, Verdict, overall_verdict, select_checks, worst_verdict
@@ -117,6 +117,12 @@ def test_gradient_norms_name_the_outlier(norms: dict[str, float], verdict: Verdi
     assert actual == verdict
     if verdict != "pass" and len(norms) == 3:
         assert " c " in text
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, "pass"), (0.8, "warn"), (0.97, "fail"), (1.1, "fail")])
+def test_first_loss_of_pretrained_weights(share: float, verdict: Verdict) -> None:
+    actual, text, fix = pretrained.assess(share * math.log(1000), 1000)
+    assert actual == verdict and "ln 1000" in text and ("tokenizer" in fix) == (verdict != "pass")
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.1, "pass"), (0.3, "warn"), (0.5, "fail")])

@@ -171,3 +171,21 @@ def test_unsplittable_models_raise() -> None:
         pipeline_stages.split_into_stages(tied, TWO_STAGES, (), 0)
     with pytest.raises(ConfigError, match=r"stage 1 \(1\) would have no parameters"):
         pipeline_stages.split_into_stages(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), TWO_STAGES, (), 0)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_trained_stage_after_frozen_ones_is_refused_with_a_split_backward(schedule: str) -> None:
+    """Its weights would get no gradient, without an error of torch."""
+
+    def split(schedule: str, *trained: str) -> None:
+        model = decoder()
+        for name, p in model.named_parameters():
+            p.requires_grad = name.startswith(trained)
+        pipeline_stages.split_into_stages(model, Layout(pp=2, schedule=schedule, virtual_stages=2), (), 0)
+
+    message = f"schedule {schedule} with frozen pipeline stages: nothing is trained before stage 3"
+    with pytest.raises(ConfigError, match=message):
+        split(schedule, "layers.3", "norm", "head")
+    split("interleaved", "layers.3", "norm", "head")
+    split(schedule, "embed")
+    split(schedule, "")

@@ -46,6 +46,18 @@ def test_adapted_model_starts_as_the_base_and_trains_only_adapters(kind: Any) ->
     assert all((p.grad is None) != p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8", "nf4"])
+def test_tied_embedding_of_a_base_in_fewer_bits_trains_in_fp32(precision: Any) -> None:
+    with torch.device("meta"):
+        model = Decoder(
+            ModelSpec(dim=64, layers=1, heads=2, kv_heads=1, ffn_dim=64, vocab_size=32, tie_embeddings=True)
+        )
+    adapters.add_adapters(model, spec_of(base_precision=precision), seed=3)
+    trained = build_on_cpu(model)
+    trained(TOKENS).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in trained.parameters() if p.requires_grad)
+
+
 def test_rows_of_zeros_stay_finite_with_dora() -> None:
     layer = nn.Linear(4, 3, bias=False)
     nn.init.zeros_(layer.weight)

@@ -85,7 +85,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert (load(tmp_path)(tokens) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama3", "linear", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("name", ["llama3", "linear", "mistral", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_export_is_the_inverse_of_loading(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     import transformers
