@@ -90,13 +90,18 @@ def test_each_layout_continues_the_run_of_another(
     assert loads == [1] + [0] * (len(layouts) - 1)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1]], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[0], Layout(strategy="zero1", dp_replicate=2), LAYOUTS[1], LAYOUTS[2], LAYOUTS[4]],
+    ids=["ddp", "zero1", "fsdp", "tp", "pp"],
+)
 def test_resumed_run_is_bitwise_equal_and_saves_write_the_adapter(tmp_path: Path, layout: Layout) -> None:
+    dropout = 0.1 if layout.tp == 1 else 0.0  # refused with tensor parallelism
     options: dict[str, Any] = {
         "steps": 6,
         "every": 2,
         "model": {"dim": 64, "vocab_size": 20_000},
-        "tables": {"adapter": {"kind": "lora", "rank": 2, "dropout": 0.1, "target_modules": ["*.attention"]}},
+        "tables": {"adapter": {"kind": "lora", "rank": 2, "dropout": dropout, "target_modules": ["*.attention"]}},
     }
     undisturbed = make_run(tmp_path / "one", layout, layout.world_size, **options)
     whole = start(undisturbed, layout).expect(0)
