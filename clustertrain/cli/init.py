@@ -1,0 +1,156 @@
+"""``clustertrain init``: a first recipe or script in the current folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clustertrain.errors import ConfigError, UsageError
+
+SCRIPT = "train_script.py"  # in the examples of a checkout, in the templates of a wheel
+
+
+@click.group()
+def init() -> None:
+    """Write a first recipe or training script, with the next commands. `cluster detect` writes a cluster profile."""
+
+
+def _output_option(default: str) -> Any:
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        default=Path(default),
+        show_default=True,
+        help="File to write.",
+    )
+
+
+_force_option = click.option("--force", is_flag=True, help="Replace the file if it exists.")
+
+
+@init.command()
+@click.option("--model", metavar="PRESET|PATH|RUN", help="A preset, or pretrained weights to start from.")
+@click.option("--data", metavar="PATH", help="A folder of text or token shards, or a .jsonl file of conversations.")
+@click.option("--tokenizer", metavar="PATH", help="Tokenizer of the conversations.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Optimizer steps.")
+@click.option("--adapter", is_flag=True, help="Train a LoRA adapter instead of all weights.")
+@_output_option("recipe.toml")
+@_force_option
+def recipe(
+    model: str | None,
+    data: str | None,
+    tokenizer: str | None,
+    steps: int | None,
+    adapter: bool,
+    output: Path,
+    force: bool,
+) -> None:
+    """Write a recipe for the built-in trainer. On a terminal, it asks for what no option says."""
+    from clustertrain.config.parsing.presets import PRESETS
+
+    _check_output(output, force=force)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        model = model or click.prompt(f"Model: {', '.join(PRESETS)}, or weights to start from", default="tiny")
+        data = data if data is not None else click.prompt("Data: a folder or file; empty for a sample text", default="")
+        steps = steps or click.prompt("Optimizer steps", default=1000, type=click.IntRange(min=1))
+    text = build_recipe(model or "tiny", data or "", tokenizer or "", steps or 1000, adapter=adapter)
+    _check_recipe(text, output)
+    output.write_text(text)
+    click.echo(f"wrote {output}; next:")
+    click.echo(f"  clustertrain plan {output}                 what submit would choose")
+    click.echo(f"  clustertrain diagnose init-loss {output}   does the first loss make sense?")
+    click.echo(f"  clustertrain submit {output}")
+    click.echo("  clustertrain recipe explain optim.lr       what a key means")
+
+
+@init.command()
+@_output_option("train.py")
+@_force_option
+def script(output: Path, force: bool) -> None:
+    """Write a training script that uses a session: a small example to put your own model and data into."""
+    from clustertrain.submit.templates import find_template_folder
+
+    _check_output(output, force=force)
+    templates = find_template_folder()
+    source = next((f / SCRIPT for f in (templates, templates.parent / "examples") if (f / SCRIPT).is_file()), None)
+    if source is None:
+        raise ConfigError(f"{SCRIPT} is missing in {templates}", fix="reinstall clustertrain")
+    output.write_text(source.read_text().replace(SCRIPT, output.name))
+    click.echo(f"wrote {output}; next:")
+    click.echo(f"  python {output} --checkpoint-dir /tmp/first      one process, without clustertrain's launcher")
+    click.echo(f"  clustertrain submit --gpus 2 {output}            two ranks")
+    click.echo("  clustertrain logs -f                             its output")
+
+
+def build_recipe(model: str, data: str, tokenizer: str, steps: int, *, adapter: bool) -> str:
+    """Return the text of a recipe with the keys that people change first."""
+    from clustertrain.config.parsing.presets import PRESETS
+
+    is_preset = model in PRESETS
+    kind = _guess_kind(data)
+    if kind == "chat" and not tokenizer:
+        tokenizer = "" if is_preset else model
+    lines = [
+        "# Every key has a default: `clustertrain recipe explain KEY`. An unknown key is an error.",
+        "",
+        "[model]",
+        f"{'preset' if is_preset else 'init'} = {_quote(model)}",
+        "",
+        "[data]",
+        *([f"kind = {_quote(kind)}"] if kind else []),
+        f"path = {_quote(data)}"
+        if data
+        else 'path = "stdlib"        # the source of the Python standard library, a sample',
+        *([f"tokenizer = {_quote(tokenizer)}"] if tokenizer else []),
+        "validation = 0.01      # share held out to measure the loss on; the best checkpoint is kept",
+        "",
+        "[train]",
+        f"steps = {steps}",
+        "# global_batch = 256   # without it, the plan chooses one for the number of GPUs",
+        "",
+        "[optim]",
+        f"lr = {'2e-4' if adapter else '3e-4'}              # `clustertrain diagnose lr-range` finds one",
+        *(["", "[adapter]", 'kind = "lora"', "rank = 16"] if adapter else []),
+        "",
+        "[checkpoint]",
+        'every = "auto"         # seldom enough to cost little, often enough to lose little',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _guess_kind(data: str) -> str:
+    """Return the kind of the data from its files; empty: text, which is the default."""
+    path = Path(data)
+    if data.endswith((".jsonl", ".parquet")):
+        return "chat"
+    is_shards = (path.is_dir() and any(path.glob("*.bin"))) or Path(f"{data}.bin").is_file()
+    return "tokens" if data and is_shards else ""
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    if output.exists() and not force:
+        raise UsageError(f"{output} exists already", fix="name another file with --output, or replace it with --force")
+    if not output.parent.is_dir():
+        raise UsageError(f"{output}: the folder {output.parent} does not exist", fix="create it first")
+
+
+def _check_recipe(text: str, output: Path) -> None:
+    """Raise ConfigError if the recipe is not one that submit would take, as far as it can be read here."""
+    import tomllib
+
+    from clustertrain.config.parsing.documents import build
+    from clustertrain.config.parsing.presets import apply_preset
+    from clustertrain.config.recipe import Recipe
+
+    document = tomllib.loads(text)
+    document["model"].pop("init", None)  # its sizes are those of a file, which submit reads
+    build(apply_preset(document), Recipe, str(output))
