@@ -55,9 +55,7 @@ class PrintableStream:
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
 
-    def write(self, text: str | bytes) -> int:
-        if isinstance(text, bytes):  # click's, for the completion of a shell
-            text = text.decode(errors="backslashreplace")
+    def write(self, text: str) -> int:
         return self.raw.write(_escape_unencodable(printable(text), self.raw.encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:

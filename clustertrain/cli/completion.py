@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
-_VARIABLE = "_CLUSTERTRAIN_COMPLETE"  # click's, from the name of the program
 _FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
 
 
@@ -29,11 +28,11 @@ def completion(shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from clustertrain.cli.main import cli
+    from clustertrain.cli.main import COMPLETION_VARIABLE, cli
 
     cls = get_completion_class(shell)
     assert cls is not None
-    click.echo(cls(cli, {}, "clustertrain", _VARIABLE).source())
+    click.echo(cls(cli, {}, "clustertrain", COMPLETION_VARIABLE).source())
 
 
 def _completing(values: Callable[[], Iterable[tuple[str, str | None]]]) -> _Complete:
@@ -43,7 +42,9 @@ def _completing(values: Callable[[], Iterable[tuple[str, str | None]]]) -> _Comp
         from click.shell_completion import CompletionItem
 
         try:
-            return [CompletionItem(v, help=text) for v, text in values() if v.startswith(incomplete)]
+            return [
+                CompletionItem(v, help=text) for v, text in values() if v.startswith(incomplete) and v.isprintable()
+            ]
         except (ClusterTrainError, OSError):
             return []
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ _FILE_ERRNOS = frozenset(
     # A run's files were removed or changed while a command read them.
     | {errno.ENOENT, errno.EISDIR}
 )
+
+COMPLETION_VARIABLE = "_CLUSTERTRAIN_COMPLETE"  # click's, from the name of the program
 
 # Name: (module:attribute, one line of help). The help is here so that listing the commands imports none of them.
 COMMANDS = {
@@ -117,7 +120,8 @@ def main() -> int:
     gc.set_threshold(GC_THRESHOLD)
     try:
         with replace_closed_streams():
-            with sanitized_output():
+            # For a shell's completion click writes bytes, and only values that are printable.
+            with contextlib.nullcontext() if COMPLETION_VARIABLE in os.environ else sanitized_output():
                 code = _run()
             return flush_output(code)
     finally:

@@ -103,7 +103,7 @@ def insert_options(args: Sequence[str], options: Sequence[str]) -> list[str]:
         n for p in submit.params if isinstance(p, click.Option) and p.is_flag for n in (*p.opts, *p.secondary_opts)
     }
     index = 0
-    while index < len(args) and args[index].startswith("-") and args[index] not in ("--", "-m"):
+    while index < len(args) and args[index].startswith("-") and args[index] not in {"--", "-m"}:
         index += 1 if args[index] in flags or "=" in args[index] else 2
     if index < len(args) and args[index].endswith(".toml"):
         index = len(args)
