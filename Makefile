@@ -35,9 +35,9 @@ SLOW = -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu and n
 PATIENTLY = nice -n 19 $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
 # These share one Slurm cluster, or one GPU, and leave a core idle almost half of the time.
 ALONE = -m '(slurm or gpu) $(TIER)' tests/slurm tests/gpu
-# What covers the paths that only a GPU takes; `make cuda-emulated` runs all.
+# What covers the paths that only a GPU takes; `make test-all` adds some tests of ranks, `make cuda-emulated` all.
 EMULATED = -n 2 --dist loadgroup --device cuda -m '(emulated and not long or ranks and not emulated) $(TIER)' \
-  tests/cuda_emulation tests/ranks/test_groups.py tests/ranks/test_stop.py tests/ranks/test_stability.py
+  tests/cuda_emulation $(ON_EMULATED)
 # A shell starts what it runs in the background with SIGINT ignored.
 BESIDE := env --default-signal=INT,QUIT
 
@@ -45,6 +45,7 @@ test: setup test-packages ## every kind of test, those on a real Slurm included;
 test: TIER = and not extended
 
 test-all: setup test-packages ## every test; an hour. CI runs these
+test-all: ON_EMULATED = tests/ranks/test_groups.py tests/ranks/test_stop.py tests/ranks/test_stability.py
 
 test test-all:
 	@$(PYTEST) $(FAST); fast=$$?; \

@@ -27,4 +27,4 @@ def test_command_is_a_step_of_the_job_on_the_node_of_a_rank(submit_run: Callable
     run.call("cancel", run.id)
     run.wait_until_final()
     ended = run.call("exec", run.id, "hostname", check=False)
-    assert ended.returncode == 1 and "there is no job to enter" in ended.stderr
+    assert ended.returncode == 1 and "there is no job to run in" in ended.stderr
