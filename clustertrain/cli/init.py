@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from clustertrain.errors import ConfigError, UsageError
 
+F = TypeVar("F", bound=Callable[..., Any])
 SCRIPT = "train_script.py"  # in the examples of a checkout, in the templates of a wheel
 
 
@@ -19,7 +21,7 @@ def init() -> None:
     """Write a first recipe or training script, with the next commands. `cluster detect` writes a cluster profile."""
 
 
-def _output_option(default: str) -> Any:
+def _output_option(default: str) -> Callable[[F], F]:
     return click.option(
         "-o",
         "--output",

@@ -205,7 +205,7 @@ def split_into_stages(model: nn.Module, layout: Layout, split: Sequence[str], ra
     return model_parts
 
 
-def _check_frozen_stages(model: nn.Module, stage_units: Sequence[Unit], schedule: str) -> None:
+def _check_frozen_stages(model: nn.Module, stage_units: Sequence[Unit], schedule: str | None) -> None:
     """Refuse schedules that would not train a stage after frozen ones.
 
     torch 2.13 computes the gradients of weights from those of the stage's input. If only frozen stages precede it, its
