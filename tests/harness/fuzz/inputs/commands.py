@@ -20,7 +20,7 @@ from tests.harness.fuzz.sandbox import Sandbox
 from tests.unit.report.live_runs import begin, new_run
 
 # They start training processes, examine the machine for minutes, or, like requeue and data, have a separate class.
-SKIPPED_COMMANDS = frozenset({"diagnose", "requeue", "data", "cluster detect", "track"})
+SKIPPED_COMMANDS = frozenset({"diagnose", "requeue", "data", "cluster detect", "track", "demo", "exec", "shell"})
 # Each starts processes or waits.
 SKIPPED_OPTIONS = frozenset(
     {"--find-micro-batch", "--count-model", "--follow", "-f", "--wait", "--help", "-h", "--version", "--interval"}
@@ -33,7 +33,7 @@ REQUIRED_OPTIONS = {
     "checkpoint prune": ("--dry-run",),
 }
 # Their values are files to write. Any path would be legitimate, so they get paths below the current folder.
-OUTPUT_OPTIONS = frozenset({"--html", "--csv", "--parquet", "--out"})
+OUTPUT_OPTIONS = frozenset({"--html", "--csv", "--parquet", "--out", "--output"})
 RUN = "llama-abc234"
 FILES = {"train.py": "import clustertrain as ct\n", "recipe.toml": "[train]\nsteps = 3\n", "table.csv": "source\nx\n"}
 
