@@ -102,7 +102,7 @@ def _resolve_job_id(job_id: str) -> str:
 
 
 def _choose_node(status: RunStatus, rank: int, node: str | None) -> str:
-    """Return the name of the node that was asked for, among those of the running attempt."""
+    """Return the requested node, or the node of ``rank``, after checking that the running attempt has it."""
     from clustertrain.run.run_spec import load_spec
 
     run = status.run.id

@@ -26,7 +26,7 @@ MAX_LINE_BYTES = 1 << 20  # a longer line is split
 
 @dataclass(frozen=True)
 class _Selection:
-    """Whose logs to print. Of ``job``, ``node`` and ``all_ranks`` at most one is set; otherwise that of ``rank``."""
+    """Which logs to print: ``rank``'s, unless one of ``job``, ``node`` and ``all_ranks`` is set."""
 
     rank: int
     attempt: int | None

@@ -17,7 +17,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_token_ids(recipe: Recipe) -> dict[str, Any]:
-    """Return the ids of special tokens in the configuration of ``model.init``; empty if there is none."""
+    """Return the ids of special tokens from ``config.json`` in ``model.init``; empty without that file."""
     folder = _find_model_folder(recipe)
     try:
         document = reading.read_json(folder / "config.json") if folder is not None else None
@@ -29,8 +29,8 @@ def read_token_ids(recipe: Recipe) -> dict[str, Any]:
 def copy_files(recipe: Recipe, output: Path) -> list[str]:
     """Copy what is there of :data:`NAMES` to ``output``, and return the names.
 
-    The tokenizer of the data comes before that of ``model.init``. What cannot be read is left out: the export has all
-    weights without it.
+    The data's tokenizer takes precedence over the one in ``model.init``. Files that cannot be read are left out: the
+    weights are complete without them.
     """
     copied = []
     for name in NAMES:
