@@ -38,7 +38,7 @@ def explain(key: str, as_json: bool) -> None:
         from clustertrain.config.parsing.documents import did_you_mean
 
         known = [f"{t}.{k.name}" for t in tables for k in tables[t].keys]
-        raise NotFound(f"a recipe has no key {name!r}", fix=did_you_mean(name, [*tables, *known]))
+        raise NotFound(f"a recipe has no key {name!r}", fix=did_you_mean(name, [*tables, *known], otherwise=[*tables]))
     keys = {name: found} if found is not None else {f"{name}.{k.name}": k for k in table.keys} if table else {}
     if as_json:
         print_json([{"key": full, **_plain(k)} for full, k in keys.items()])

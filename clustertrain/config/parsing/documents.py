@@ -30,12 +30,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 ENV_PREFIX = "env."  # of keys that are names of environment variables
 
 
-def did_you_mean(name: str, candidates: list[str]) -> str:
-    """Return a sentence that lists the candidates most similar to ``name``, or all of them if none is similar."""
+def did_you_mean(name: str, candidates: list[str], *, otherwise: list[str] | None = None) -> str:
+    """Return a sentence that lists the candidates most similar to ``name``.
+
+    If none is similar, the sentence lists ``otherwise``, or all candidates without it.
+    """
     close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(close) + "?"
-    return "known: " + ", ".join(sorted(candidates))
+    return "known: " + ", ".join(sorted(otherwise or candidates))
 
 
 def _check_keys(value: dict[str, Any], struct_type: type[msgspec.Struct], source: str) -> None:

@@ -37,6 +37,12 @@ def test_unknown_key_is_refused_with_the_nearest() -> None:
     assert isinstance(error, NotFound) and error.fix is not None and "optim.lr" in error.fix
 
 
+def test_unknown_key_with_nothing_near_lists_only_the_tables() -> None:
+    error = call("explain", "zzzzzz").exception
+    assert isinstance(error, NotFound) and error.fix is not None
+    assert "optim" in error.fix and "optim.lr" not in error.fix
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_schema_accepts_the_examples(path: object) -> None:
     assert isinstance(path, type(ROOT))
