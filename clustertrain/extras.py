@@ -18,6 +18,7 @@ EXTRAS: Mapping[str, str] = {
     "pyarrow": "report",
     "prometheus_client": "prometheus",
     "tensorboard": "tensorboard",
+    "mcp": "mcp",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "fsspec": "object-storage",
