@@ -15,7 +15,7 @@ from unittest import mock
 
 from clustertrain import clock
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.cli.jobs import status_json
+from clustertrain.report.status_json import status_json
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
 from clustertrain.scheduler.run_status import run_status

@@ -56,6 +56,7 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
     import msgspec
 
     from clustertrain.report.progress import Progress, load_progress
+    from clustertrain.report.status_json import status_json
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     statuses = run_statuses(_runs_of_recipe(recipe, same_as)[:limit])
@@ -123,6 +124,7 @@ def status(name: str, follow: bool, as_json: bool) -> int:
 
     from clustertrain.report import plan_vs_measured
     from clustertrain.report.progress import load_progress
+    from clustertrain.report.status_json import status_json
     from clustertrain.scheduler.run_status import run_status
 
     run = find_run(name)
@@ -152,55 +154,6 @@ def status(name: str, follow: bool, as_json: bool) -> int:
         return watch(console, WATCH_INTERVAL_S, show)
     emit(console, show()[0])
     return 0
-
-
-def status_json(current: Any) -> dict[str, Any]:
-    """Return the keys of ``status --json`` that do not need the run's files of metrics; they are a public interface."""
-    import msgspec
-
-    from clustertrain.run.recipe_hash import load_recipe_hash
-
-    job_view = current.view
-    return {
-        "run": current.run.id,
-        "job_id": current.job_id,
-        "name": current.name,
-        "backend": current.backend,
-        "state": current.state,
-        "step": current.step,
-        "total_steps": current.total_steps,
-        "pending_reason": job_view.reason or None if job_view and job_view.state == "PENDING" else None,
-        "start_estimate": job_view.start_time if job_view and job_view.state == "PENDING" else None,
-        "scheduler_error": current.scheduler_error,
-        "cancelling": current.is_cancelling,
-        "undecided_reason": current.undecided_reason,
-        "continue_command": current.continue_command,
-        "attempts": [
-            {
-                "n": a.n,
-                "job_id": a.job_id,
-                "restart": a.restart,
-                "state": current.attempt_state(a),
-                "reason": a.reason,
-                "nodes": list(a.nodes),
-                "start": a.start,
-                "end": a.end,
-                "first_step": a.first_step,
-                "last_step": a.last_step,
-                "committed_step": a.committed_step,
-                "roll_backs": a.roll_backs,
-                "requeued": a.requeued,
-                "stopped": a.stopped,
-            }
-            for a in current.history
-        ],
-        "skipped_steps": current.skipped_steps,
-        "roll_backs": current.roll_backs,
-        "goodput": msgspec.to_builtins(current.goodput),
-        "contract": msgspec.to_builtins(current.contract),
-        "recipe_hash": current.recipe_hash or load_recipe_hash(current.run),
-        "run_dir": str(current.run.path),
-    }
 
 
 def wait_for(runs: Sequence[RunDir], name: str) -> int:

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,23 +15,14 @@ from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.printable import printable, unwrap_stream
-from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
+from clustertrain.run.logs.files import LogSelection, list_log_files, list_nodes
+from clustertrain.run.logs.search import compile_pattern
+from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
 POLL_S = 0.3
 STATUS_INTERVAL_S = 3.0
 CHUNK = 1 << 16
 MAX_LINE_BYTES = 1 << 20  # a longer line is split
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """Which logs to print: ``rank``'s, unless one of ``job``, ``node`` and ``all_ranks`` is set."""
-
-    rank: int
-    attempt: int | None
-    job: bool
-    node: str | None
-    all_ranks: bool
 
 
 @click.command()
@@ -77,8 +67,8 @@ def logs(
     run = find_run(name)
     if errors:
         return _print_errors(run, attempt)
-    selection = _Selection(rank or 0, attempt, job, node, all_ranks)
-    matches = _compile(pattern) if pattern is not None else None
+    selection = LogSelection(rank or 0, attempt, job, node, all_ranks)
+    matches = compile_pattern(pattern, "--grep") if pattern is not None else None
     printed = False
     escaper = None if raw else _LogEscaper(sys.stdout.encoding)
     with explain_permission_errors():
@@ -99,19 +89,9 @@ def logs(
             current = path
     if escaper is not None:
         unwrap_stream(sys.stdout).buffer.write(escaper.flush())
-    if not printed and not follow and lines != 0 and not any(path.exists() for path in _log_files(run, selection)):
+    if not printed and not follow and lines != 0 and not any(path.exists() for path in list_log_files(run, selection)):
         raise NotFound(_no_output_reason(run, selection), fix=f"`clustertrain status {run.id}` shows its attempts")
     return 0 if printed or matches is None else 1  # as grep
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as e:
-        raise UsageError(
-            f"--grep {pattern!r} is not a regular expression: {e}",
-            fix="put a \\ before each of .*+?()[]{}^$| that is text",
-        ) from e
 
 
 def _print_errors(run: RunDir, attempt: int | None) -> int:
@@ -122,7 +102,7 @@ def _print_errors(run: RunDir, attempt: int | None) -> int:
         attempts = [a for a in run.attempts() if attempt in (None, a.n)]
         failures = list(iter_failures(attempts[-1])) if attempts else []
     if not attempts:
-        raise NotFound(_no_output_reason(run, _Selection(0, attempt, False, None, False)), fix="check --attempt")
+        raise NotFound(_no_output_reason(run, LogSelection(attempt=attempt)), fix="check --attempt")
     if not failures:
         click.echo(f"no rank of attempt {attempts[-1].n} of {run.id} has recorded a failure", err=True)
         return 1
@@ -210,14 +190,14 @@ def _build_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
 
-def _no_output_reason(run: RunDir, selection: _Selection) -> str:
+def _no_output_reason(run: RunDir, selection: LogSelection) -> str:
     numbers, attempt, node = [a.n for a in run.attempts()], selection.attempt, selection.node
     if selection.job or not numbers:
         return f"{run.id} has not printed anything yet"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
     if node is not None:
-        nodes = _list_nodes(run, attempt)
+        nodes = list_nodes(run, attempt)
         if node in nodes or not nodes:
             return f"node {node} of {run.id} has printed nothing yet"
         return f"{run.id} has no node {node!r}: it has {', '.join(nodes)}"
@@ -226,41 +206,13 @@ def _no_output_reason(run: RunDir, selection: _Selection) -> str:
     return f"rank {selection.rank} of {run.id} has printed nothing yet, or does not exist"
 
 
-def _list_nodes(run: RunDir, attempt: int | None) -> list[str]:
-    from clustertrain.run import attempts
-
-    records = [attempts.load_attempt(run, a) for a in run.attempts() if attempt in (None, a.n)]
-    return list(dict.fromkeys(node for record in records for node in record.nodes))
-
-
-def _log_files(run: RunDir, selection: _Selection) -> list[Path]:
-    if selection.job:
-        return [run.job_log]
-    selected = [a for a in run.attempts() if selection.attempt in (None, a.n)]
-    if selection.node is not None:
-        return [a.logs / f"agent-{selection.node}.log" for a in selected]
-    if selection.all_ranks:
-        return [path for a in selected for path in _rank_logs(a)]
-    return [a.rank_log(selection.rank) for a in selected]
-
-
-def _rank_logs(attempt: AttemptDir) -> list[Path]:
-    """Return the logs of all ranks that have one, by rank."""
-    found = (
-        (re.fullmatch(r"rank-(\d+)\.log", path.name), path)
-        for path in attempt.logs.glob("rank-*.log")
-        if path.is_file()
-    )
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
-
-
-def _read_chunks(run: RunDir, selection: _Selection, follow: bool) -> Iterator[tuple[Path, bytes]]:
+def _read_chunks(run: RunDir, selection: LogSelection, follow: bool) -> Iterator[tuple[Path, bytes]]:
     """Yield (path, chunk). With ``follow``, an empty chunk separates what exists at first from what is new."""
     offsets: dict[Path, int] = {}
     has_ended, is_first_round, next_poll = not follow, follow, 0.0
     while True:
         is_last_round = has_ended
-        for path in _log_files(run, selection):
+        for path in list_log_files(run, selection):
             for chunk in _read_new(path, offsets):
                 yield path, chunk
         if is_first_round:

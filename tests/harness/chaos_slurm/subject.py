@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from clustertrain import clock, fsio, settings
-from clustertrain.cli.jobs import status_json
+from clustertrain.report.status_json import status_json
 from clustertrain.run import attempts, events
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
