@@ -57,6 +57,7 @@ COMMANDS = {
     "top": ("clustertrain.cli.top:top", "Watch a run's GPUs, ranks, speed and events live."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "Report a run's GPU and host utilization."),
     "open": ("clustertrain.cli.open:open_", "Show a run's report in a browser."),
+    "ui": ("clustertrain.cli.ui:ui", "Show all runs, live, in a browser."),
     "track": ("clustertrain.cli.track:track", "Upload an ended run's metrics to trackers."),
     "recipe": ("clustertrain.cli.recipe:recipe", "Explain the keys of recipes; print their JSON Schema."),
     "cluster": ("clustertrain.cli.cluster:cluster", "Detect, show and list cluster profiles."),

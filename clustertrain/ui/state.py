@@ -1,0 +1,40 @@
+"""What all pages share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from clustertrain.errors import NotFound
+from clustertrain.run.run_dir import RunDir, explain_permission_errors, open_run, runs_folder
+from clustertrain.ui.live import Hub
+from clustertrain.ui.pages import Pages
+from clustertrain.ui.runs_table import RunsTable
+
+
+@dataclass
+class UiState:
+    """The state of one server."""
+
+    pages: Pages = field(default_factory=Pages)
+    hub: Hub = field(default_factory=Hub)
+    table: RunsTable = field(default_factory=RunsTable)
+
+
+def find_run(run_id: str) -> RunDir:
+    """Return the run with exactly this id.
+
+    Raises:
+        NotFound: there is no such run, or it has been deleted.
+        PermissionDenied: the user may not read it.
+    """
+    # A name with a slash, or `..`, would leave the folder of the runs.
+    if "/" in run_id or "\0" in run_id or run_id.startswith("."):
+        raise NotFound(f"no run {run_id!r}", fix="open it from the table of runs")
+    try:
+        with explain_permission_errors():
+            return open_run(runs_folder() / run_id)
+    except NotFound as e:
+        raise NotFound(
+            f"there is no run {run_id!r} in {runs_folder()}: it was deleted, or is in another home",
+            fix="open it from the table of runs",
+        ) from e
