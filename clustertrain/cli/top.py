@@ -18,12 +18,15 @@ from clustertrain.cli.common import find_run, json_option, print_json, print_jso
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
+    from clustertrain.report.terminal import Glyphs
     from clustertrain.report.top.screen import ViewOptions
-    from clustertrain.report.top.state import RunMonitor
+    from clustertrain.report.top.state import RunMonitor, RunView
 
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 _PAGE_UP, _PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
+_ENTER, _BACKSPACE, _ESCAPE = ("\r", "\n"), ("\x7f", "\b"), "\x1b"
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
 _FINAL_STATES = ("completed", "failed", "cancelled")
 
@@ -36,11 +39,18 @@ _FINAL_STATES = ("completed", "failed", "cancelled")
     "--interval", type=click.FloatRange(min=0.2), default=1.0, show_default=True, help="Seconds between frames."
 )
 def top(name: str, as_json: bool, once: bool, interval: float) -> int:
-    """Watch RUN's GPUs, ranks, speed and events live.
+    """Watch RUN's GPUs, ranks, speed, loss and events live, problems first.
 
-    Keys: q or Ctrl-C quits (the run continues), s changes the sort column, up and down scroll. On a pipe it prints
-    plain text, one frame per --interval until the run ends. With --json it prints one line per frame, or with --once
-    one formatted document.
+    \b
+    q          quit; the run continues
+    h or ?     all keys
+    up, down   select a row
+    Enter      its values and the end of its log
+    s          sort by problems, node, utilization, memory, power, temperature or step
+    /          show only rows of a node, a rank (5) or a GPU (gpu 3), or with a problem
+
+    On a pipe it prints plain text, one frame per --interval until the run ends. With --json it prints one line per
+    frame, or with --once one formatted document.
     """
     run = find_run(name)
     # Not at the top: numpy and rich cost more than the rest of the command line together.
@@ -93,7 +103,8 @@ def _print_text_frames(live: RunMonitor, console: Console, once: bool, interval:
 
     while True:
         view = live.poll(wait=True)
-        emit(console, *render_frame(view, console.width, None, glyphs(console), ViewOptions()))
+        frame = render_frame(view, console.width, None, glyphs(console), ViewOptions(), live.history())
+        emit(console, *frame)
         console.file.flush()
         if once or view.state in _FINAL_STATES:
             return 0
@@ -107,7 +118,7 @@ def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int
     from rich.live import Live as Screen
 
     from clustertrain.report.terminal import glyphs
-    from clustertrain.report.top.screen import ViewOptions, render_frame
+    from clustertrain.report.top.screen import ViewOptions
 
     options, glyph_set = ViewOptions(), glyphs(console)
     screen = Screen(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
@@ -119,23 +130,72 @@ def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int
                 width, height = console.size = os.get_terminal_size(
                     console.file.fileno()
                 )  # the window may have been resized
-                screen.update(Group(*render_frame(view, width, height, glyph_set, options)), refresh=True)
+                screen.update(Group(*_render_page(live, view, width, height, glyph_set, options)), refresh=True)
                 key = read_key(max(0.0, deadline - clock.monotonic()))
-                if key == "q":
-                    return 0
                 if not key:
                     break
-                _handle_key(key, options, height)
+                if _handle_key(key, options, height):
+                    return 0
 
 
-def _handle_key(key: str, options: ViewOptions, height: int) -> None:
-    from clustertrain.report.top.screen import SORTS
+def _render_page(
+    live: RunMonitor, view: RunView, width: int, height: int, signs: Glyphs, options: ViewOptions
+) -> list[Text]:
+    """Return the lines of the table, or of what is shown instead of it."""
+    from clustertrain.report.top.dialogs import render_details, render_help
+    from clustertrain.report.top.screen import render_frame
+    from clustertrain.report.top.table import row_key
 
-    if key == "s":
-        options.sort, options.scroll = SORTS[(SORTS.index(options.sort) + 1) % len(SORTS)], 0
-    for keys, rows in ((_UP, -1), (_DOWN, 1), (_PAGE_UP, -height // 2), (_PAGE_DOWN, height // 2)):
-        if key in keys:
-            options.scroll = max(0, options.scroll + rows)
+    # Also for the other pages: it follows the selected row.
+    frame = render_frame(view, width, height, signs, options, live.history())
+    if options.dialog == "help":
+        return render_help(width, height)
+    row = next((r for r in view.rows if row_key(r) == options.selected_key), None)
+    if options.dialog == "details" and row is not None:
+        log, path = live.read_log(row.rank) if row.rank is not None else ([], None)
+        return render_details(view, row, log, str(path or ""), width, height, signs)
+    return frame
+
+
+def _handle_key(key: str, options: ViewOptions, height: int) -> bool:
+    """Change the options; return whether the key quits."""
+    from clustertrain.report.top.table import SORTS
+
+    if options.typing is not None:
+        _type_filter(key, options)
+        return False
+    moves = ((_UP, -1), (_DOWN, 1), (_PAGE_UP, -height // 2), (_PAGE_DOWN, height // 2))
+    rows = next((rows for keys, rows in moves if key in keys), 0)
+    if rows:
+        options.move(rows)
+    elif key == "q":
+        return True
+    elif options.dialog is not None:
+        options.dialog = None
+    elif key == "s":
+        options.sort = SORTS[(SORTS.index(options.sort) + 1) % len(SORTS)]
+        options.go_to_top()
+    elif key == "/":
+        options.typing = options.filter
+    elif key == _ESCAPE:
+        options.filter = ""
+    elif key in ("h", "?"):
+        options.dialog = "help"
+    elif key in (*_ENTER, "l"):
+        options.dialog, options.follows_row = "details", True
+    return False
+
+
+def _type_filter(key: str, options: ViewOptions) -> None:
+    """Change the filter; the rows follow while it is typed."""
+    typed = options.typing or ""
+    if key in _BACKSPACE:
+        typed = typed[:-1]
+    elif len(key) == 1 and key.isprintable():
+        typed += key
+    options.filter = "" if key == _ESCAPE else typed.strip()
+    options.typing = None if key in (_ESCAPE, *_ENTER) else typed
+    options.go_to_top()
 
 
 @contextlib.contextmanager

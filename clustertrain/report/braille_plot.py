@@ -30,15 +30,26 @@ def line_style(index: int) -> str:
 
 
 def plot(
-    lines: Sequence[PlotLine], width: int, height: int, signs: Glyphs, *, colours: bool, x_label: str, y_label: str
+    lines: Sequence[PlotLine],
+    width: int,
+    height: int,
+    signs: Glyphs,
+    *,
+    colours: bool,
+    x_label: str,
+    y_label: str,
+    y_limits: tuple[float, float] | None = None,
 ) -> list[Text]:
-    """Return a plot of ``width`` x ``height`` cells including the axes, or nothing if no line has a point."""
+    """Return a plot of ``width`` x ``height`` cells including the axes, or nothing if no line has a point.
+
+    The y axis covers the values, or ``y_limits``, which must include them; then it is linear.
+    """
     nonempty = [line for line in lines if len(line.y)]
     if not nonempty:
         return []
-    logarithmic = _is_logarithmic(nonempty)
+    logarithmic = y_limits is None and _is_logarithmic(nonempty)
     scale_y = math.log10 if logarithmic else float
-    y_min, y_max = _range([scale_y(y) for line in nonempty for y in line.y])
+    y_min, y_max = y_limits or _range([scale_y(y) for line in nonempty for y in line.y])
     x_min, x_max = _range([x for line in nonempty for x in line.x])
     ticks = _y_ticks(y_min, y_max, height - 2, logarithmic)
     label_width = max(map(len, ticks.values())) + 1

@@ -149,21 +149,21 @@ def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:
     for node in launchers:
         log = attempt.logs / f"agent-{node.node}.log"
         yield Failure(
-            rank=None, node=node.node, reason=_one_line(node.message), log=str(log), lines=_last_lines(_read_tail(log))
+            rank=None, node=node.node, reason=_one_line(node.message), log=str(log), lines=last_lines(read_tail(log))
         )
     if launchers:
         return
     node_of = {id(rank): node.node for node in nodes for rank in node.ranks}
     for rank in results.sort_failures([rank for node in nodes for rank in node.ranks]):
         log, error = attempt.rank_log(rank.rank), rank.error
-        text = (error.traceback if error else None) or _read_tail(log)
+        text = (error.traceback if error else None) or read_tail(log)
         reason = f"{error.type}: {error.message}" if error else rank.reason
         yield Failure(
             rank=rank.rank,
             node=node_of[id(rank)],
             reason=_one_line(reason),
             log=str(log),
-            lines=_last_lines(text),
+            lines=last_lines(text),
         )
 
 
@@ -180,13 +180,14 @@ def _one_line(reason: str | None) -> str:
     return lines[0] if lines else "it was killed and left no record"
 
 
-def _last_lines(text: str) -> list[str]:
+def last_lines(text: str, count: int = MAX_LINES) -> list[str]:
     """Return the last lines with text. Of a line that a progress bar wrote over, only what was shown last counts."""
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
-    return [line for line in lines if line.strip()][-MAX_LINES:]
+    return [line for line in lines if line.strip()][-count:]
 
 
-def _read_tail(path: Path) -> str:
+def read_tail(path: Path) -> str:
+    """Return the end of a file of text; empty if it cannot be read."""
     try:
         with reading.open_regular(path) as f:
             f.seek(max(0, path.stat().st_size - LOG_BYTES))

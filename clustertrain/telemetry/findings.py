@@ -15,6 +15,7 @@ SEVERITY_ORDER = {CRITICAL: 0, WARNING: 1, INFO: 2}
 LOW_UTILIZATION = AlertsSpec().utilization  # mean utilization; alerts use the recipe's value
 HIGH_DATA_WAIT = 0.1  # share of the step time spent waiting for data
 HIGH_CPU_UTILIZATION = 0.9  # share of the processors
+HOT_C = 83.0  # lowest maximum operating temperature that nvidia-smi reports for data-center GPUs (V100; A100 has 85)
 
 # Links count as busy from these bytes/s per GPU: about a tenth of the capacity of NVLink 3 and 4, PCIe 4 x16 and a
 # 200 Gbit/s port.

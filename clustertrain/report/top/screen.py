@@ -7,58 +7,130 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from rich.text import Text
 
 from clustertrain.durations import format_duration, format_step_time
 from clustertrain.report import terminal
+from clustertrain.report.braille_plot import PlotLine, plot
 from clustertrain.report.status import STATE_STYLES
-from clustertrain.report.terminal import Glyphs, format_percent, format_used, meter
-from clustertrain.report.top.state import EventView, GpuRow, NodeView, RunView
+from clustertrain.report.terminal import Glyphs, format_percent, meter
+from clustertrain.report.top.history import BIN_S, History
+from clustertrain.report.top.problems import Problem, find_problems, format_problems
+from clustertrain.report.top.state import EventView, GpuRow, RunView
+from clustertrain.report.top.table import (
+    SORTS,
+    RowKey,
+    build_columns,
+    filter_rows,
+    fit_columns,
+    render_rows,
+    row_key,
+    sort_rows,
+    title_row,
+)
+from clustertrain.telemetry.findings import CRITICAL, SEVERITY_ORDER, WARNING
 
-WIDE_COLUMNS = 120
-SORTS = ("node", "utilization", "memory", "power", "temperature", "step")
 MIN_ROWS, MAX_EVENTS = 3, 6
 MAX_LINES = 4  # per event or problem
-_NODE_WIDTH = 14
-_NODE_COLUMNS = ("Node", "CPU", "Host GiB", "Age")
+MIN_GOODPUT_S = 60.0  # the ledger is up to a minute older than the rest of the frame
+MIN_SPARKLINE, MAX_SPARKLINE = 8, 60
+MIN_PLOT_COLUMNS, MIN_PLOT_ROWS, MAX_PLOT_ROWS, MIN_PLOT_POINTS = 60, 6, 14, 3
+NO_HISTORY = History()
+_SEVERITY = {CRITICAL: "bold red", WARNING: "bold yellow"}
+_SIGNS = {CRITICAL: "!!", WARNING: "!"}
 
 
 class ViewOptions(msgspec.Struct):
     """The user's choices."""
 
     sort: str = SORTS[0]
+    filter: str = ""
+    """Only rows that match; see ``filter_rows``."""
     scroll: int = 0
     """Rows above the visible ones."""
+    selected: int = 0
+    """Index of the selected row among all that match."""
+    selected_key: RowKey | None = None
+    """What identifies the selected row."""
+    follows_row: bool = False
+    """The user has chosen a row, which stays selected when the sorting moves it; else the first row is selected."""
+    typing: str | None = None
+    """The filter while it is typed."""
+    dialog: str | None = None
+    """``help`` or ``details``, shown instead of the frame."""
+
+    def move(self, rows: int) -> None:
+        self.selected, self.selected_key, self.follows_row = max(0, self.selected + rows), None, True
+
+    def go_to_top(self) -> None:
+        self.selected, self.selected_key, self.scroll, self.follows_row = 0, None, 0, False
+
+    def clamp(self, rows: Sequence[GpuRow], num_visible: int) -> None:
+        """Keep the selection inside ``rows``, and scroll so that it is visible."""
+        self.selected = max(0, min(self.selected, len(rows) - 1))
+        keys = [row_key(row) for row in rows]
+        if self.follows_row and self.selected_key in keys:
+            self.selected = keys.index(self.selected_key)
+        self.selected_key = keys[self.selected] if keys else None
+        self.scroll = min(self.scroll, self.selected, max(0, len(rows) - num_visible))
+        self.scroll = max(self.scroll, self.selected - max(1, num_visible) + 1)
 
 
-def render_frame(view: RunView, width: int, height: int | None, signs: Glyphs, options: ViewOptions) -> list[Text]:
-    """Return the lines of the frame, without a limit if ``height`` is None; clamp ``options.scroll`` to the rows."""
-    header, rows = _header(view, width, signs), _sort_rows(view.rows, options.sort)
-    columns, dropped_titles = _fit_columns(_columns(view, width, signs), width)
-    titles = [_title_row(columns)] if rows else [Text(_empty_text(view))]
-    problems = [*_problem_lines(view, width), *_dropped_columns_text(dropped_titles if rows else [], width)]
+def render_frame(
+    view: RunView, width: int, height: int | None, signs: Glyphs, options: ViewOptions, history: History = NO_HISTORY
+) -> list[Text]:
+    """Return the lines of the frame, without a limit if ``height`` is None; clamp the selection to the rows."""
+    found = find_problems(view.rows)
+    rows = sort_rows(filter_rows(view.rows, options.filter, found), options.sort, found)
+    columns, dropped_titles = fit_columns(build_columns(view, width, signs), width)
+    head = [*_header(view, width, signs), *_history_lines(view, history, width, signs)]
+    titles = [title_row(columns)] if rows else [Text(_empty_text(view))]
+    dropped = _dropped_columns_text(dropped_titles if rows else [], width)
     if height is None:
-        frame = [*header, *problems, *titles, *_render_rows(rows, columns), *_event_lines(view.events, width)]
-    else:
-        footer = f"q quit  s sort: {options.sort}"
-        free = height - len(header) - len(titles) - 1
-        min_rows = min(len(rows), MIN_ROWS)
-        problems = problems[: max(0, free - min_rows)]
-        free -= len(problems)
-        # Rows come first, but events get a quarter of the free lines.
-        events = _event_lines(view.events, width, max(free - len(rows), free // 4))
-        num_visible = max(0, free - len(events))
-        options.scroll = max(0, min(options.scroll, len(rows) - num_visible))
-        num_below = len(rows) - options.scroll - num_visible
-        if options.scroll or num_below > 0:
-            footer += f"  up/down scroll ({options.scroll} above, {max(0, num_below)} below)"
-        visible = _render_rows(rows[options.scroll : options.scroll + num_visible], columns)
-        padding = [Text()] * (num_visible - len(visible))
-        frame = [*header, *problems, *titles, *visible, *events, *padding, Text(footer, style="bold")][-height:]
+        problems = [*_problem_lines(view, found, width, signs), *dropped]
+        frame = [*head, *problems, *titles, *render_rows(rows, columns), *_event_lines(view.events, width)]
+        return [_crop(line, width) for line in frame]
+    free = height - len(head) - len(titles) - 1
+    min_rows = min(len(rows), MIN_ROWS)
+    problems = _limit_problems(_problem_lines(view, found, width, signs), max(free // 2 - len(dropped), 1), width)
+    problems = [*problems, *dropped][: max(0, free - min_rows)]
+    free -= len(problems)
+    # Rows come first, but events get a quarter of the free lines.
+    events = _event_lines(view.events, width, max(free - len(rows), free // 4))
+    num_visible = max(0, free - len(events))
+    options.clamp(rows, num_visible)
+    visible = rows[options.scroll : options.scroll + num_visible]
+    filler = _plots(history, width, num_visible - len(visible), signs)
+    footer = _footer(view, options, len(rows), num_visible, width)
+    table = render_rows(visible, columns, options.selected - options.scroll)
+    frame = [*head, *problems, *titles, *table, *filler, *events, footer][-height:]
     return [_crop(line, width) for line in frame]
+
+
+def _limit_problems(lines: list[Text], max_lines: int, width: int) -> list[Text]:
+    if len(lines) <= max_lines:
+        return lines
+    return [*lines[: max_lines - 1], Text("!  more problems: sort by problems to see their rows first")]
+
+
+def _footer(view: RunView, options: ViewOptions, num_rows: int, num_visible: int, width: int) -> Text:
+    """Return the line of keys; a narrow terminal shows the first ones, and all are in the help."""
+    if options.typing is not None:
+        return Text.assemble((f"/{options.typing}", "bold"), ("_", "blink"), "  Enter: filter, Esc: show all rows")
+    parts = ["q quit", "? help", f"s sort: {options.sort}", "/ filter", "Enter details"]
+    if options.filter:
+        parts[3] = f"/ filter: {options.filter} ({num_rows} of {len(view.rows)})"
+    num_below = num_rows - options.scroll - num_visible
+    if options.scroll or num_below > 0:
+        parts.insert(3, f"({options.scroll} above, {max(0, num_below)} below)")
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) <= width:
+            text += f"  {part}"
+    return Text(text, style="bold")
 
 
 def _crop(line: Text, width: int) -> Text:
@@ -143,7 +215,7 @@ def _progress_parts(view: RunView) -> list[str]:
         parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4g}")
-    if view.goodput is not None and view.wall_s:
+    if view.goodput is not None and view.wall_s is not None and view.wall_s >= MIN_GOODPUT_S:
         parts.append(f"goodput {view.goodput:.0%} of {format_duration(view.wall_s)}")
     if view.since_step_s is not None and view.since_step_s > max(30.0, 10 * (view.step_s or 0.0)):
         parts.append(f"no step for {format_duration(view.since_step_s)}")
@@ -155,21 +227,77 @@ def _progress_parts(view: RunView) -> list[str]:
     return parts
 
 
-def _problem_lines(view: RunView, width: int) -> list[Text]:
-    """Return the problems of nodes and the reasons for missing GPU metrics, one line per distinct message."""
+def _history_lines(view: RunView, history: History, width: int, signs: Glyphs) -> list[Text]:
+    """Return utilization and loss as sparklines, with their last values and the age of the samples below."""
+    ages = [n.age_s for n in view.nodes if n.age_s is not None and not n.ended]
+    age = f", {format_duration(max(ages))} ago" if ages else ""
+    noun = "CPUs" if history.is_cpu else "GPUs"
+    curves: list[tuple[str, Sequence[float | None], str]] = []
+    if history.busy:
+        last = next((v for v in reversed(history.busy) if v is not None), None)
+        curves.append((noun, history.busy, f"{format_percent(last, signs)} busy{age}"))
+    losses = [loss for _, loss in history.losses]
+    if len(losses) > 1:
+        curves.append(("loss", _to_ratios(losses), f"{losses[-1]:.4g}"))
+    if not curves:
+        return []
+    texts = sum(len(name) + len(value) + 2 for name, _, value in curves) + 3 * (len(curves) - 1)
+    cells = min(MAX_SPARKLINE, (width - texts) // len(curves))
+    if cells < MIN_SPARKLINE:
+        return []
+    line = Text()
+    for name, values, value in curves:
+        line.append("   " if line else "")
+        line.append(f"{name} ").append(terminal.sparkline(values, cells, signs), "cyan").append(f" {value}")
+    return [line]
+
+
+def _to_ratios(losses: Sequence[float]) -> list[float | None]:
+    """Scale the losses from lowest to highest; a few first steps may be far above all others."""
+    low, high = min(losses), max(losses)
+    return [(loss - low) / ((high - low) or 1.0) for loss in losses]
+
+
+def _plots(history: History, width: int, rows: int, signs: Glyphs) -> list[Text]:
+    """Return plots of utilization and loss side by side that fill ``rows`` lines, or empty lines."""
+    height = min(rows - 1, MAX_PLOT_ROWS)
+    noun = "CPUs" if history.is_cpu else "GPUs"
+    busy = [(i, v) for i, v in enumerate(history.busy, 1 - len(history.busy)) if v is not None]
+    percents = PlotLine("*", [round(i * BIN_S / 60, 1) for i, _ in busy], [100 * v for _, v in busy])
+    losses = PlotLine("*", [step for step, _ in history.losses], [loss for _, loss in history.losses])
+    plots = [(percents, "minutes", f"{noun} busy, %", (0.0, 100.0)), (losses, "steps", "loss", None)]
+    plots = [p for p in plots if len(p[0].y) >= MIN_PLOT_POINTS]
+    if height < MIN_PLOT_ROWS or not plots or width < MIN_PLOT_COLUMNS:
+        return [Text()] * max(0, rows)
+    plot_width = (width - 2 * (len(plots) - 1)) // len(plots)
+    drawn = [
+        plot([line], plot_width, height, signs, colours=signs.bar == "█", x_label=x, y_label=y, y_limits=limits)
+        for line, x, y, limits in plots
+    ]
+    joined = []
+    for parts in zip(*drawn, strict=True):
+        line = Text()
+        for part in parts:
+            line.append_text(part)
+            line.append(" " * max(0, plot_width + 2 - part.cell_len))
+        joined.append(line)
+    return [Text(), *joined, *[Text()] * (rows - 1 - len(joined))]
+
+
+def _problem_lines(view: RunView, found: Sequence[Problem], width: int, signs: Glyphs) -> list[Text]:
+    """Return what is wrong, the worst first: GPUs and ranks that differ from the others, then whole nodes."""
     nodes_by_problem: dict[str, list[str]] = {}
     for node in view.nodes:
         if node.problem:
             nodes_by_problem.setdefault(node.problem, []).append(node.node)
-    gpus_by_reason: dict[str, list[str]] = {}
-    for row in view.rows:
-        if row.uuid and row.utilization is None and row.reason and row.reason not in nodes_by_problem:
-            gpus_by_reason.setdefault(row.reason, []).append(
-                f"GPU {row.uuid if row.gpu is None else row.gpu} of {row.node}"
-            )
-    messages = [f"! {_format_names(nodes, 'nodes')}: {problem}" for problem, nodes in nodes_by_problem.items()]
-    messages += [f"! {_format_names(names, 'GPUs')}: {reason}" for reason, names in gpus_by_reason.items()]
-    return [Text(line, style="yellow") for text in messages for line in _wrap(text, width, 2)]
+    messages = format_problems([p for p in found if p.row.reason not in nodes_by_problem])
+    messages += [(WARNING, f"{_format_names(nodes)}: {problem}") for problem, nodes in nodes_by_problem.items()]
+    messages.sort(key=lambda m: SEVERITY_ORDER[m[0]])
+    return [
+        Text(line, style=_SEVERITY[severity])
+        for severity, text in messages
+        for line in _wrap(f"{_SIGNS[severity]} {text}".replace("°C", signs.degree), width, 3)
+    ]
 
 
 def _dropped_columns_text(titles: Sequence[str], width: int) -> list[Text]:
@@ -186,182 +314,14 @@ def _wrap(text: str, width: int, indent: int, max_lines: int = MAX_LINES) -> lis
     return lines
 
 
-def _format_names(names: Sequence[str], noun: str) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more {noun}"
-
-
-_Column = tuple[str, int, Callable[[GpuRow], "str | Text"], bool]
+def _format_names(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes) if len(nodes) < 4 else f"{nodes[0]} and {len(nodes) - 1} more nodes"
 
 
 def _empty_text(view: RunView) -> str:
     if view.attempt is None:
         return "no attempt has started yet"
     return "nothing has been recorded yet" if view.telemetry else "no metrics: telemetry is off"
-
-
-def _title_row(columns: Sequence[_Column]) -> Text:
-    return Text(" ".join(_align(title, width, left_aligned) for title, width, _, left_aligned in columns), style="bold")
-
-
-def _render_rows(rows: Sequence[GpuRow], columns: Sequence[_Column]) -> list[Text]:
-    """Return one line per row; node columns are filled only in a node's first line."""
-    rendered, previous_node = [], None
-    for row in rows:
-        cells = []
-        for title, width, render, left_aligned in columns:
-            is_repeated = row.node == previous_node and title in _NODE_COLUMNS
-            cells.append(_pad("" if is_repeated else render(row), width, left_aligned))
-        rendered.append(Text(" ").join(cells))
-        previous_node = row.node
-    return rendered
-
-
-def _align(text: str, width: int, left_aligned: bool) -> str:
-    return text[:width].ljust(width) if left_aligned else text[:width].rjust(width)
-
-
-def _pad(value: str | Text, width: int, left_aligned: bool) -> Text:
-    if isinstance(value, str):
-        return Text(_align(value, width, left_aligned))
-    padding = " " * max(0, width - value.cell_len)
-    return value + Text(padding) if left_aligned else Text(padding) + value
-
-
-def _columns(view: RunView, width: int, signs: Glyphs) -> list[_Column]:
-    """Return (title, width, cell, left-aligned) of each column."""
-    is_wide = width >= WIDE_COLUMNS
-    nodes = {n.node: n for n in view.nodes}
-    node_width = min(max((len(r.node) for r in view.rows), default=4), 24 if is_wide else _NODE_WIDTH)
-    has_gpus = any(r.uuid for r in view.rows)
-    bar_width = 6 if not is_wide else 16 if width >= 140 else 10
-    columns: list[_Column] = [
-        ("Node", max(4, node_width), lambda r: _shorten_node(r.node, max(4, node_width), signs), True)
-    ]
-    if has_gpus:
-        columns += [
-            ("GPU", 3, lambda r: _format_int(r.gpu, signs), False),
-            ("Util", bar_width + 5, lambda r: _utilization_bar(r, bar_width, signs), True),
-            ("GiB", 7, lambda r: _memory_cell(r, signs), False),
-            ("W", 4, lambda r: _format_float(r.power_w, signs), False),
-            (signs.degree, 3, lambda r: _format_float(r.temperature_c, signs), False),
-            ("MHz", 4, lambda r: _format_float(r.sm_clock_mhz, signs), False),
-            ("Held", 4, lambda r: _throttle_cell(r, signs), True),
-        ]
-    if is_wide and any(r.sm_activity is not None for r in view.rows):
-        columns.append(("SM", 4, lambda r: format_percent(r.sm_activity, signs), False))
-        columns.append(("Tens", 4, lambda r: format_percent(r.tensor_activity, signs), False))
-    columns += [
-        ("Rank", 4, lambda r: _format_int(r.rank, signs), False),
-        ("Phase", 10, lambda r: r.phase or signs.dash, True),
-        ("Step", 9 if is_wide else 7, lambda r: _step_cell(r, signs), False),
-    ]
-    if is_wide or not has_gpus:
-        columns.append(("s/step", 8, lambda r: signs.dash if r.step_s is None else format_step_time(r.step_s), False))
-        columns.append(("Wait", 4, lambda r: format_percent(r.data_wait_share, signs), False))
-        columns.append(("CPU", 4, lambda r: format_percent(_find_node(nodes, r).cpu, signs), False))
-    if is_wide:
-        columns.append(("Host GiB", 9, lambda r: _host_memory_cell(_find_node(nodes, r), signs), False))
-        columns.append(("Age", 5, lambda r: _age_cell(_find_node(nodes, r), signs), False))
-    return columns
-
-
-# Columns in the order in which a narrow terminal drops them; "bar" is the utilization bar. Others always stay.
-_DROP_ORDER = ("Age", "Host GiB", "CPU", "Wait", "s/step", "Tens", "SM", "MHz", "°C", "C", "Held", "W", "bar", "GiB",
-            "Rank", "Phase")  # fmt: skip
-
-
-def _fit_columns(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
-    """Return the columns that fit and the titles of the dropped ones."""
-    fitting, dropped = list(columns), []
-    for title in _DROP_ORDER:
-        if sum(cells + 1 for _, cells, _, _ in fitting) - 1 <= width:
-            break
-        if title == "bar":
-            fitting = [("Util", 5, _utilization_cell, False) if c[0] == "Util" else c for c in fitting]
-        elif any(c[0] == title for c in fitting):
-            fitting = [c for c in fitting if c[0] != title]
-            dropped.append(title)
-    return fitting, dropped
-
-
-def _find_node(nodes: dict[str, NodeView], row: GpuRow) -> NodeView:
-    return nodes.get(row.node) or NodeView(node=row.node)
-
-
-def _shorten_node(node: str, width: int, signs: Glyphs) -> str:
-    """Return the name without its domain if it is too long, else its end, which differs between nodes."""
-    if len(node) > width:
-        node = node.partition(".")[0]
-    return node if len(node) <= width else ".." + node[-(width - 2) :]
-
-
-def _format_int(value: int | None, signs: Glyphs) -> str:
-    return signs.dash if value is None else str(value)
-
-
-def _format_float(value: float | None, signs: Glyphs) -> str:
-    return signs.dash if value is None else f"{value:.0f}"
-
-
-def _utilization_bar(row: GpuRow, width: int, signs: Glyphs) -> Text:
-    if row.utilization is None:
-        return Text((row.reason or signs.dash).partition(":")[0][: width + 5])  # the problem lines show it in full
-    style = terminal.utilization_style(row.utilization)
-    return meter(row.utilization, width, style, signs) + Text(f"{row.utilization:>5.0%}", style=style)
-
-
-def _utilization_cell(row: GpuRow) -> Text:
-    if row.utilization is None:
-        return Text("none")  # the problem lines show the reason
-    return Text(f"{row.utilization:.0%}", style=terminal.utilization_style(row.utilization))
-
-
-def _memory_cell(row: GpuRow, signs: Glyphs) -> Text:
-    used, total = row.memory_used_gib, row.memory_total_gib
-    is_full = used is not None and total and used >= 0.97 * total
-    return Text(format_used(used, total, signs), style="bold yellow" if is_full else "")
-
-
-def _throttle_cell(row: GpuRow, signs: Glyphs) -> Text:
-    """Return the throttle causes: P for the power limit, which is common and harmless, T for heat, H for hardware."""
-    letters = "".join({"power": "P", "thermal": "T", "hardware": "H"}[cause] for cause in row.throttled)
-    return Text(letters or signs.dash, style="bold red" if set(letters) & {"T", "H"} else "")
-
-
-def _step_cell(row: GpuRow, signs: Glyphs) -> Text:
-    is_late = row.behind is not None and row.behind > 1
-    return Text(_format_int(row.step, signs), style="bold yellow" if is_late else "")
-
-
-def _host_memory_cell(node: NodeView, signs: Glyphs) -> str:
-    return format_used(node.memory_used_gib, node.memory_total_gib, signs)
-
-
-def _age_cell(node: NodeView, signs: Glyphs) -> str:
-    if node.ended:
-        return "ended"
-    return (
-        signs.dash if node.age_s is None else format_duration(node.age_s).partition("m")[0] + "m" * (node.age_s >= 59.5)
-    )
-
-
-def _sort_rows(rows: Sequence[GpuRow], column: str) -> list[GpuRow]:
-    """Sort the rows: by node in the run's order, by a metric with the highest first, by step with the lowest first."""
-    keys: dict[str, Callable[[GpuRow], float | None]] = {
-        "utilization": lambda r: r.utilization,
-        "memory": lambda r: r.memory_used_gib,
-        "power": lambda r: r.power_w,
-        "temperature": lambda r: r.temperature_c,
-        "step": lambda r: None if r.step is None else -r.step,
-    }
-    key = keys.get(column)
-    if key is None:
-        return list(rows)
-    keyed = [(key(r), r) for r in rows]
-    return [r for _, r in sorted(keyed, key=lambda p: float("inf") if p[0] is None else -p[0])]
-
-
-_SEVERITY = {"critical": "bold red", "warning": "bold yellow"}
 
 
 def _event_lines(events: Sequence[EventView], width: int, max_lines: int | None = None) -> list[Text]:

@@ -20,6 +20,8 @@ from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, PermissionDenied
 from clustertrain.report import eta
 from clustertrain.report.event_text import format_event
+from clustertrain.report.progress import last_lines, read_tail
+from clustertrain.report.top.history import BusyHistory, History, LossHistory
 from clustertrain.run import events, heartbeat, json_files, metrics_file
 from clustertrain.run.events import Event
 from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
@@ -34,7 +36,7 @@ STATUS_INTERVAL_S = 15.0  # at least, between two status queries
 MAX_STATUS_SHARE = 1 / 200  # of the time, for status queries
 CLOSE_TIMEOUT_S = 1.0  # a status query takes a tenth of this if the scheduler answers
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
-MAX_EVENTS = 50
+MAX_EVENTS, MAX_LOG_LINES = 50, 100
 MAX_NODES_PER_S = 16  # whose files are read: a run on a thousand nodes must not load the file system
 
 
@@ -63,7 +65,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     phase: str | None = None
     step: int | None = None
     behind: int | None = None
-    """Steps behind the most advanced rank."""
+    """Steps behind the most advanced rank, at the time of the newest sample of all nodes."""
     step_s: float | None = None
     """Seconds per step since the previous poll."""
     data_wait_share: float | None = None
@@ -148,6 +150,17 @@ class RunMonitor:
             frame = _with_status(frame, status, error)
         is_running = status is None or status.state == "running"
         return frame if self._attempt_files is None else self._attempt_files.extend_view(frame, now, is_running)
+
+    def history(self) -> History:
+        """Return what preceded the frame of the last poll."""
+        return History() if self._attempt_files is None else self._attempt_files.history()
+
+    def read_log(self, rank: int) -> tuple[list[str], Path | None]:
+        """Return the last lines of a rank's log in the newest attempt, and its path."""
+        if self._attempt_files is None:
+            return [], None
+        path = self._attempt_files.dir.rank_log(rank)
+        return last_lines(read_tail(path), MAX_LOG_LINES), path
 
     def close(self) -> bool:
         """Wait at most :data:`CLOSE_TIMEOUT_S` for a pending status query; return whether none is pending."""
@@ -244,11 +257,15 @@ class _AttemptFiles:
         self._event_tails: dict[Path, tuple[tuple[int, int], list[Event]]] = {}
         self._metrics_stamp: tuple[Path, int, int] | None = None
         self._metric_rows: list[dict[str, Any]] = []
+        self._busy, self._losses = BusyHistory(attempt.telemetry), LossHistory()
+
+    def history(self) -> History:
+        return History(busy=self._busy.values(), is_cpu=self._busy.is_cpu, losses=self._losses.values())
 
     def extend_view(self, frame: RunView, now: float, is_running: bool) -> RunView:
         """Return ``frame`` with the attempt's nodes, rows, events and speed."""
-        self._read_nodes()
         self._read_metrics()
+        self._read_nodes()
         events_log = self._read_events()
         silent_nodes = _expected_nodes(self.dir) if not self._nodes else ()
         steps = [r.step for r in self._gpu_rows if r.step is not None]
@@ -287,7 +304,10 @@ class _AttemptFiles:
                     if previous is not None:
                         self._update_rates(node.snapshot.ranks, previous, (node.snapshot.t, node.snapshot.values))
         rows = [row for node in self._nodes for row in self._node_rows(node)]
-        self._gpu_rows = _with_steps_behind(rows, max((r.step for r in rows if r.step is not None), default=0))
+        sampled = {n.node: n.snapshot.t for n in self._nodes if n.snapshot is not None}
+        step_s = eta.estimate(eta.recent_rows(self._metric_rows), [], None, None, None).get("step_s")
+        self._gpu_rows = _with_steps_behind(rows, sampled, step_s)
+        self._busy.update(self._nodes)
 
     def _update_rates(
         self, ranks: list[int], before: tuple[float, Mapping[str, float]], after: tuple[float, Mapping[str, float]]
@@ -307,6 +327,7 @@ class _AttemptFiles:
             self._metric_rows = [
                 r for r in metrics_file.read_last(path, METRICS_BYTES) if json_files.is_number(r.get("t"))
             ]
+            self._losses.update(path, self._metric_rows)
 
     def _read_events(self) -> list[Event]:
         """Return the last events of all writers, by time."""
@@ -394,8 +415,22 @@ def _gpu_fields(node: NodeStatus, index: int, facts: GpuFacts) -> dict[str, Any]
     }
 
 
-def _with_steps_behind(rows: list[GpuRow], max_step: int) -> list[GpuRow]:
-    return [r if r.step is None else msgspec.structs.replace(r, behind=max_step - r.step) for r in rows]
+def _with_steps_behind(rows: list[GpuRow], sampled: Mapping[str, float], step_s: float | None) -> list[GpuRow]:
+    """Compare steps as of one time: nodes write their samples up to 10 s apart, which may be many steps.
+
+    Args:
+        sampled: when the newest sample of each node was taken, UTC epoch s.
+        step_s: the run's time per step; None if it is unknown.
+    """
+    newest = max(sampled.values(), default=0.0)
+    steps = [
+        None if r.step is None else r.step + (int((newest - sampled[r.node]) / step_s) if step_s else 0) for r in rows
+    ]
+    max_step = max((step for step in steps if step is not None), default=0)
+    return [
+        r if step is None else msgspec.structs.replace(r, behind=max_step - step)
+        for r, step in zip(rows, steps, strict=True)
+    ]
 
 
 def _node_view(record: NodeStatus, now: float, is_running: bool) -> NodeView:

@@ -110,16 +110,39 @@ def test_keys_sort_scroll_and_quit(small: Terminal) -> None:
     assert "llama-abc234" in screen and "gpu-node-00" in screen and "gpu-node-03" not in screen
     assert max(len(line) for line in screen.splitlines()) <= 80
     offset = small.press("s")
-    small.wait_for("s sort: utilization", after=offset)
-    offset = small.press("sssss")
     small.wait_for("s sort: node", after=offset)
+    offset = small.press("ssssss")
+    small.wait_for("s sort: problems", after=offset)
     offset = small.press("\x1b[6~" * 4)
     assert "gpu-node-03" in small.wait_for(", 0 below)", after=offset)
-    offset = small.press("\x1b[A")
+    offset = small.press("\x1b[A" * 24)
     small.wait_for(", 1 below)", after=offset)
     small.press("q")
     assert small.wait_for_exit() == 0
     assert small.is_restored()
+
+
+def test_filter_details_and_help(small: Terminal) -> None:
+    small.wait_for("below)")
+    offset = small.press("/qx\x7f\x7frank 13")  # q does not quit here
+    small.wait_for("/rank 13_", after=offset)
+    offset = small.press("\r")
+    screen = small.wait_for("/ filter: rank 13 (1 of 32)", after=offset)
+    assert re.findall(r"(gpu-node-\d+) +\d+ ", screen)[-1:] == ["gpu-node-01"]
+    assert "gpu-node-00 " not in screen
+    offset = small.press("\r")
+    small.wait_for("GPU 5 of gpu-node-01 (rank 13)", after=offset)
+    small.wait_for("rank-13.log", after=offset)
+    offset = small.press("\x1b")
+    small.wait_for("(1 of 32)", after=offset)
+    offset = small.press("\x1b")
+    small.wait_for("below)", after=offset)
+    offset = small.press("?")
+    assert "select a row" in small.wait_for("any key: back", after=offset)
+    offset = small.press("x")
+    small.wait_for("below)", after=offset)
+    small.press("q")
+    assert small.wait_for_exit() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

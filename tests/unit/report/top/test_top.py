@@ -128,16 +128,16 @@ def test_frame_fits_its_terminal(run: RunDir, width: int, height: int) -> None:
     assert max(len(line) for line in lines) <= width
     assert lines[-1].startswith("q quit")
     if height >= 8:
-        assert any("gpu-node-00" in line for line in lines)
+        assert any(line.startswith("gpu-node-01") for line in lines), "the rows with problems come first"
 
 
 def test_rows_scroll_and_hidden_ones_are_counted(run: RunDir) -> None:
-    view, options = RunMonitor(run).poll(wait=True), ViewOptions()
+    view, options = RunMonitor(run).poll(wait=True), ViewOptions("node")
     first = render_lines(view, 80, 10, options)
-    assert "(0 above, " in first[-1] and not any("gpu-node-01" in line for line in first)
-    options.scroll = 99
+    assert "(0 above, " in first[-1] and not any(line.startswith("gpu-node-01") for line in first)
+    options.move(99)
     last = render_lines(view, 80, 10, options)
-    assert " 0 below)" in last[-1] and any("gpu-node-01" in line for line in last)
+    assert " 0 below)" in last[-1] and any(line.startswith("gpu-node-01") for line in last)
     assert options.scroll < 8
     rows = [line for line in last if " train " in line]
     assert rows[0].startswith("gpu-node-0"), "the first visible line names its node"
@@ -149,6 +149,9 @@ def test_sorting(run: RunDir) -> None:
     assert " 1193 " in by_step[0]
     by_utilization = [line for line in render_lines(view, 120, 40, ViewOptions("utilization")) if " train " in line]
     assert " 0% " in by_utilization[-2], "unknown values come last"
+    by_problems = [line for line in render_lines(view, 120, 40) if " train " in line]
+    by_node = [line for line in render_lines(view, 120, 40, ViewOptions("node")) if " train " in line]
+    assert by_node[0].startswith("gpu-node-00") and by_problems[0].startswith("gpu-node-01")
 
 
 def test_wide_terminal_shows_more_columns(run: RunDir) -> None:
