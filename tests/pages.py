@@ -144,6 +144,7 @@ def _training_values(points: int, running: np.ndarray) -> dict[str, Matrix]:
     values = {"step_s": step, "tokens_per_s": 4_194_304 / step, "data_wait_s": 0.03 + 0 * x, "loss": loss}
     values["lr"] = 3e-4 * np.minimum(1, x * 20) * (1 - 0.9 * x)
     values["validation_loss"] = 2.2 + 8.5 * np.exp(-np.floor(x * 10) * 0.9)
+    values["step"] = np.floor(x * 57_480)
     values["grad_norm"] = 0.4 + np.exp(-x * 12) + rng.normal(0, 0.02, points)
     return {k: np.where(running, v, np.nan)[None, :] for k, v in values.items()}
 

@@ -44,7 +44,7 @@ HAS_COLOR = """(canvas, rgb) => {
   }
   return false;
 }"""
-RANGES = """() => [...document.querySelectorAll("figure")].filter(f => !f.hidden)
+RANGES = """() => [...document.querySelectorAll("figure:not(.constant)")].filter(f => !f.hidden)
   .map(f => [Number(f.dataset.from), Number(f.dataset.to)])"""
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
@@ -183,6 +183,7 @@ def test_training_curves_on_log_axes(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     loss, power = (opened.page.locator(f"[data-curve='{name}'] canvas") for name in ("training.loss", "gpus.power_w"))
     take = "c => c.toDataURL()"
+    opened.page.evaluate(SETTLED)
     linear, linear_power = loss.evaluate(take), power.evaluate(take)
     opened.page.check("#logarithmic")
     opened.page.evaluate(SETTLED)
@@ -196,7 +197,7 @@ def test_training_curves_on_log_axes(open_page: Open, day: Path) -> None:
 def test_selector_shows_other_curves(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     key = opened.page.locator("#key li")
-    assert key.all_text_contents() == ["mean", "lowest and highest"]
+    assert key.all_text_contents() == ["mean", "lowest to highest"]
     opened.drag("#timeline", 0.2, 0.6)
     before = opened.one_range()
     pictures = set()
@@ -231,7 +232,7 @@ def test_heat_map_tooltip_has_gpu_rank_time_and_value(open_page: Open, day: Path
     over.hover(position=place)
     text = opened.readout("#heat")
     assert text.startswith("gpu-node-01:5, rank 5 · 2026-09-22 08:1") and text.endswith(" · 0 %")
-    opened.page.select_option("#heat-field", label="Power, W")
+    opened.page.select_option("#heat select", label="Power")
     over.hover(position={**place, "y": row * (pages.HOT + 0.5)})
     assert opened.readout("#heat").startswith("gpu-node-03:3, rank 19") and opened.readout("#heat").endswith(" W")
     over.click(position={**place, "y": row * (pages.HOT + 0.5)})

@@ -14,7 +14,6 @@ from clustertrain.telemetry.analysis.resample import CurveTable
 from clustertrain.telemetry.report_schema import Summary, TimelineEvent
 
 _GIB = 1 / (1 << 30)
-_GB = 1e-9
 _MAX_EVENTS = 1500
 _MAX_SPANS = 3000
 
@@ -34,6 +33,8 @@ class Chart(msgspec.Struct, frozen=True):
     """The y axis: ``percent`` is 0-100, ``zero`` starts at 0, ``data`` fits the values."""
     places: int
     """Decimals."""
+    low_limits: tuple[float, float] | None = None
+    """Values below which the heat map shows a GPU as nearly idle, and as not busy."""
 
 
 CHARTS = (
@@ -46,7 +47,7 @@ CHARTS = (
     Chart("training", "grad_norm", "Gradient norm", "", 1, "zero", 3),
     Chart("training", "noise_scale", "Gradient noise scale", "samples", 1, "zero", 1),
     Chart("training", "lr", "Learning rate", "", 1, "zero", 7),
-    Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0),
+    Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0, (15, 70)),
     Chart("gpus", "sm_activity", "SM activity", "%", 100, "percent", 0),
     Chart("gpus", "tensor_activity", "Tensor core activity", "%", 100, "percent", 0),
     Chart("gpus", "dram_activity", "Memory bandwidth in use", "%", 100, "percent", 0),
@@ -54,14 +55,14 @@ CHARTS = (
     Chart("gpus", "power_w", "Power", "W", 1, "zero", 0),
     Chart("gpus", "temperature_c", "Temperature", "°C", 1, "data", 0),
     Chart("gpus", "sm_clock_mhz", "SM clock", "MHz", 1, "zero", 0),
-    Chart("gpus", "pcie_bytes_per_s", "PCIe, both directions", "GB/s", _GB, "zero", 2),
-    Chart("gpus", "nvlink_bytes_per_s", "NVLink, both directions", "GB/s", _GB, "zero", 2),
+    Chart("gpus", "pcie_bytes_per_s", "PCIe, both directions", "B/s", 1, "zero", 2),
+    Chart("gpus", "nvlink_bytes_per_s", "NVLink, both directions", "B/s", 1, "zero", 2),
     Chart("hosts", "cpu", "Host CPU", "%", 100, "percent", 0),
     Chart("hosts", "memory_used_bytes", "Host memory", "GiB", _GIB, "zero", 1),
     Chart("hosts", "job_memory_bytes", "Memory of the job's processes", "GiB", _GIB, "zero", 1),
-    Chart("hosts", "network_bytes_per_s", "Network, both directions", "GB/s", _GB, "zero", 3),
-    Chart("hosts", "infiniband_bytes_per_s", "InfiniBand, both directions", "GB/s", _GB, "zero", 3),
-    Chart("hosts", "disk_bytes_per_s", "Disk, both directions", "GB/s", _GB, "zero", 3),
+    Chart("hosts", "network_bytes_per_s", "Network, both directions", "B/s", 1, "zero", 3),
+    Chart("hosts", "infiniband_bytes_per_s", "InfiniBand, both directions", "B/s", 1, "zero", 3),
+    Chart("hosts", "disk_bytes_per_s", "Disk, both directions", "B/s", 1, "zero", 3),
 )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from clustertrain.report.html import charts, facts
+from clustertrain.report.html import charts, facts, parts
 from clustertrain.report.html.pack import Packer
 from clustertrain.submit import templates
 from clustertrain.telemetry.analysis.curves import Curves
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     import jinja2
 
 UPLOT = "1.6.32"
-VENDORED = Path(__file__).parent / "vendored"
-SCRIPTS = ("data.js", "charts.js", "maps.js", "page.js")
-STYLES = ("page.css",)
+VENDORED = parts.VENDORED
 
 
 def render(summary: Summary, curves: Curves) -> str:
@@ -40,8 +38,8 @@ def render(summary: Summary, curves: Curves) -> str:
     from markupsafe import Markup
 
     template_dir = templates.find_template_folder() / "telemetry"
-    scripts = [read_text(VENDORED / "uPlot.iife.min.js"), _wrap_in_iife(template_dir)]
-    styles = [read_text(VENDORED / "uPlot.min.css"), *(read_text(template_dir / s) for s in STYLES)]
+    scripts = parts.read_scripts(parts.MODULES, template_dir / "page.js")
+    styles = parts.read_styles(template_dir / "page.css")
     marks, marks_left_out = charts.lane_events(summary)
     packer = Packer()
     phases, phases_left_out = charts.phase_spans(summary)
@@ -62,7 +60,7 @@ def render(summary: Summary, curves: Curves) -> str:
         data=Markup(to_script_json(data)),
         blob=packer.encode(),
         uplot=UPLOT,
-        licence=read_text(VENDORED / "uPlot.LICENSE"),
+        licence=parts.read_text(VENDORED / "uPlot.LICENSE"),
     )
 
 
@@ -77,15 +75,6 @@ def make_environment(template_dir: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         autoescape=True,
     )
-
-
-def read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def _wrap_in_iife(template_dir: Path) -> str:
-    body = "\n".join(read_text(template_dir / name) for name in SCRIPTS)
-    return f'"use strict";\n(() => {{\n{body}}})();\n'
 
 
 def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
@@ -122,6 +111,7 @@ def _replace_non_finite(value: Any) -> Any:
 
 def _page_data(summary: Summary, curves: Curves, marks: Sequence[charts.LaneEvent], packer: Packer) -> dict[str, Any]:
     gpu, host, training = (charts.scales(table) for table in ("gpus", "hosts", "training"))
+    training |= {"step": 1.0}
     tables = {
         "gpus": packer.add(curves.gpus, gpu),
         "overall": packer.add(curves.overall, gpu),

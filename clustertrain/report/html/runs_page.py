@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clustertrain.report import braille_plot, html
-from clustertrain.report.html import page
+from clustertrain.report.html import page, parts
 from clustertrain.report.runs import compare_text
 from clustertrain.report.runs.compare import RunsComparison
 from clustertrain.submit import templates
@@ -25,12 +25,9 @@ def render(comparison: RunsComparison) -> str:
     from markupsafe import Markup
 
     template_dir = templates.find_template_folder() / "compare"
-    script = page.read_text(template_dir / "compare.js")
-    scripts = [page.read_text(page.VENDORED / "uPlot.iife.min.js"), f'"use strict";\n(() => {{\n{script}}})();\n']
-    styles = [
-        page.read_text(page.VENDORED / "uPlot.min.css"),
-        page.read_text(templates.find_template_folder() / "telemetry" / "page.css"),
-    ]
+    script = parts.read_text(template_dir / "compare.js")
+    scripts = [parts.read_text(page.VENDORED / "uPlot.iife.min.js"), f'"use strict";\n(() => {{\n{script}}})();\n']
+    styles = parts.read_styles(templates.find_template_folder() / "telemetry" / "page.css")
     environment = page.make_environment(template_dir)
     environment.filters["number"] = _format_value
     environment.filters["compact"] = lambda value: "–" if value is None else braille_plot.format_compact(value)
@@ -50,7 +47,7 @@ def render(comparison: RunsComparison) -> str:
         styles=[Markup(x) for x in styles],
         data=Markup(page.to_script_json(data)),
         uplot=page.UPLOT,
-        licence=page.read_text(page.VENDORED / "uPlot.LICENSE"),
+        licence=parts.read_text(page.VENDORED / "uPlot.LICENSE"),
     )
 
 

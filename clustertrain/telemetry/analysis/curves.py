@@ -45,7 +45,9 @@ HOST_CURVES: dict[str, tuple[str, ...]] = {
 }
 # Logged only by evaluations: each value is carried forward to the next one.
 _HELD_CURVES = ("validation_loss", "validation_accuracy")
-TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", *_HELD_CURVES, "grad_norm", "noise_scale", "lr")
+_LOGGED_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", *_HELD_CURVES, "grad_norm", "noise_scale", "lr")
+# ``step`` is the x axis of the others by step.
+TRAINING_CURVES = ("step", *_LOGGED_CURVES)
 # Curves of the heat map if not every GPU has individual curves.
 HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
 

@@ -1,7 +1,10 @@
-// The embedded data: names in JSON, values packed by clustertrain/report/html/pack.py.
-const byId = (id) => document.getElementById(id);
+// Values that clustertrain/report/html/pack.py packed: embedded in a page or fetched, as base64 of deflated bytes.
+//
+//   const bytes = await unpack(text);
+//   const table = new PackedTable(description, bytes); // { start, step, points, curves: { name: place } }
+//   table.times; table.has("power_w"); table.row("power_w", 3); // → array of numbers, null for a missing value
 
-async function unpack(text) {
+export async function unpack(text) {
   const packed = Uint8Array.from(atob(text.trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
@@ -24,7 +27,7 @@ function decode(bytes, place, points, row) {
   return values;
 }
 
-class Table {
+export class PackedTable {
   constructor(about, bytes) {
     Object.assign(this, about);
     this.bytes = bytes;
@@ -48,18 +51,4 @@ class Table {
     }
     return this.decoded.get(key);
   }
-}
-
-const pad = (n) => String(n).padStart(2, "0");
-
-function moment(t, seconds = true) {
-  const d = new Date(t * 1000);
-  const day = `${d.getUTCFullYear()}-${pad(d.getUTCMonth() + 1)}-${pad(d.getUTCDate())}`;
-  return `${day} ${pad(d.getUTCHours())}:${pad(d.getUTCMinutes())}${seconds ? `:${pad(d.getUTCSeconds())}` : ""}`;
-}
-
-function figure_text(value, chart) {
-  if (value === null || value === undefined) return "no sample";
-  const places = Math.abs(value) < 10 && chart.places === 0 && chart.unit !== "%" ? 1 : chart.places;
-  return `${value.toLocaleString("en", { maximumFractionDigits: places })}${chart.unit ? ` ${chart.unit}` : ""}`;
 }

@@ -1,0 +1,271 @@
+// A heat map with one row per GPU, on a time axis of axis.js. Expects a <figure>.
+//
+//   const heat = createHeatMap(figure, { axis, onPick: (row) => … });  // a click on a row
+//   heat.setData({
+//     rows: [{ label: "node-01:3", node: "node-01", ranks: "3", severity: "critical" | "warning" | null }, …],
+//     fields: [{ curve, title, unit, places, span, low_limits: [15, 70] or null }, …],
+//     table,                 // { start, step, has(curve), row(curve, i) → values }, such as a PackedTable
+//     overlay: "throttled",  // optional: a curve of shares 0-1, drawn as a stripe where it is above 5 %
+//   });
+//   heat.highlight([3, 19]); // outline rows
+//
+// A field with `low_limits` has a scale anchored at them: red below the first (idle), yellow below the second, blue
+// above. Other fields go from dark (low) to bright (high).
+import { axisStyle, pointedAt, whenVisible } from "./axis.js";
+import { color, extent, figureText, fresh, isKnown, moment } from "./text.js";
+import { labelAxis } from "./timeline.js";
+
+const OVERLAY_LEAST = 0.05;
+const SIGNS_OF = { critical: "✖ ", warning: "▲ " };
+const bytesOf = (hexes) => hexes.map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+// Viridis, by Nathaniel Smith and Stéfan van der Walt (CC0): uniform in lightness and safe for color blindness.
+const VIRIDIS = bytesOf(["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c",
+  "1fa088", "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"]);
+// From low to high within each class; red and blue differ for every kind of color vision.
+const IDLE = bytesOf(["a3121c", "d9442f"]);
+const LOW = bytesOf(["f08b3e", "f6d27c"]);
+const FINE = bytesOf(["bcd7ea", "2f6ea8"]);
+const OVERLAY = [0x8e, 0x24, 0xaa];
+
+function between(stops, share) {
+  const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const i = Math.min(Math.floor(place), stops.length - 2);
+  return stops[i].map((c, k) => c + (stops[i + 1][k] - c) * (place - i));
+}
+
+// Return the color [r, g, b] of a value of a field that spans [low, high].
+function heatColor(value, [low, high], limits) {
+  if (!limits) return between(VIRIDIS, (value - low) / (high - low || 1));
+  const [idle, fine] = limits;
+  if (value < idle) return between(IDLE, (value - low) / (idle - low || 1));
+  if (value < fine) return between(LOW, (value - idle) / (fine - idle || 1));
+  return between(FINE, (value - fine) / (high - fine || 1));
+}
+
+export const createHeatMap = (figure, spec) => new HeatMap(figure, spec);
+
+class HeatMap {
+  constructor(figure, { axis, onPick = () => {} }) {
+    Object.assign(this, { figure, axis, onPick, picked: [] });
+    const caption = fresh("figcaption", figure);
+    this.select = fresh("select", fresh("label", caption, "GPU × time: "));
+    this.scale = fresh("div", figure, undefined, "scale");
+    this.readout = fresh("p", figure, "", "readout");
+    this.readout.setAttribute("aria-live", "polite");
+    this.box = fresh("div", figure, undefined, "plot");
+    this.select.onchange = () => { this.legend(); this.axis.redraw(); };
+    whenVisible(this.box, () => this.draw(), () => this.draw());
+  }
+
+  setData(data) {
+    const before = this.field && this.field.curve;
+    this.data = data;
+    this.known = data.fields.filter((f) => data.table.has(f.curve));
+    this.figure.hidden = !this.known.length || !data.rows.length;
+    this.select.replaceChildren(...this.known.map((f) => new Option(f.title, f.curve)));
+    this.select.value = this.known.some((f) => f.curve === before) ? before : "utilization";
+    if (!this.select.value && this.known.length) this.select.value = this.known[0].curve;
+    this.spans = new Map();
+    if (this.figure.hidden) return;
+    this.legend();
+    this.draw();
+  }
+
+  highlight(rows) {
+    this.picked = rows;
+    this.axis.redraw();
+  }
+
+  get field() {
+    return this.known && this.known.find((f) => f.curve === this.select.value);
+  }
+
+  get span() {
+    const { curve, span } = this.field;
+    if (span === "percent") return [0, 100];
+    if (!this.spans.has(curve)) {
+      const { table, rows } = this.data;
+      const known = table.curves && table.curves[curve];
+      const found = known && "low" in known ? [known.low, known.high] : extent(rows.map((_, i) => table.row(curve, i)));
+      this.spans.set(curve, found || [0, 1]);
+    }
+    return this.spans.get(curve);
+  }
+
+  legend() {
+    const { scale, field, span } = this;
+    const [low, high] = span;
+    scale.replaceChildren();
+    fresh("span", scale, figureText(low, field));
+    const canvas = fresh("canvas", scale);
+    Object.assign(canvas, { width: 200, height: 10 });
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", field.low_limits ? "Color scale from red over yellow to blue" : "Color scale, dark is low and bright is high");
+    const ctx = canvas.getContext("2d");
+    for (let x = 0; x < canvas.width; x++) {
+      const value = low + (high - low) * (x / (canvas.width - 1));
+      ctx.fillStyle = `rgb(${heatColor(value, span, field.low_limits).map(Math.round).join(",")})`;
+      ctx.fillRect(x, 0, 1, canvas.height);
+    }
+    fresh("span", scale, figureText(high, field));
+    if (field.low_limits) {
+      const [idle, fine] = field.low_limits;
+      fresh("span", scale, `red: below ${idle} ${field.unit}, nearly idle · yellow: below ${fine} ${field.unit}`);
+    }
+    if (this.overlaid) fresh("span", scale, "slowed by heat or hardware", "overlay");
+    fresh("span", scale, "no sample", "none");
+    this.box.setAttribute("aria-label", `Heat map of ${field.title}, one row per GPU`);
+  }
+
+  get overlaid() {
+    const { overlay, table } = this.data;
+    return overlay && table.has(overlay) ? overlay : null;
+  }
+
+  // Return the row labels: each GPU, or only each node's first one if rows are low; none overlap.
+  labels(high) {
+    const { rows } = this.data;
+    const most = Math.max(84, Math.min(170, this.box.clientWidth * 0.28));
+    const nodes = [...new Set(rows.map((r) => r.node))];
+    const common = commonStart(nodes);
+    const fit = (text) => {
+      if (text.length * 6.6 + 16 <= most) return text;
+      const short = common && text.includes(common) ? text.replace(common, "…") : text;
+      const room = Math.floor((most - 16) / 6.6);
+      return short.length <= room ? short : `…${short.slice(1 - room)}`;
+    };
+    const names = [];
+    const places = [];
+    let last = -Infinity;
+    rows.forEach((r, i) => {
+      const sign = SIGNS_OF[r.severity] || "";
+      const first = i === 0 || rows[i - 1].node !== r.node;
+      if (high < 13 && !first && !sign) return;
+      if ((i - last) * high < 13) return;
+      last = i;
+      names.push(sign + fit(high >= 13 || sign ? r.label : r.node));
+      places.push(rows.length - 0.5 - i);
+    });
+    return labelAxis(places, names, Math.max(60, 14 + Math.max(0, ...names.map((n) => n.length)) * 6.6));
+  }
+
+  draw() {
+    if (!this.data || this.figure.hidden || !this.box.clientWidth) return;
+    const { rows } = this.data;
+    const high = Math.max(2, Math.min(18, Math.floor(480 / rows.length)));
+    if (this.plot) this.axis.remove(this.plot);
+    this.box.classList.toggle("tall", rows.length * high > 600);
+    this.plot = this.axis.add(
+      this.box,
+      this.figure,
+      {
+        height: rows.length * high + 36,
+        lane: high,
+        padding: [4, 8, 0, 0],
+        scales: { x: { time: true }, y: { range: () => [0, this.data.rows.length] } },
+        series: [{}, { show: false }],
+        // A tall map scrolls, and its time would be out of sight below.
+        axes: [{ ...this.axis.options(), side: rows.length * high > 600 ? 0 : 2 }, this.labels(high)],
+        hooks: { draw: [(u) => this.paint(u)] },
+      },
+      [this.axis.whole, [null, null]],
+      (u) => { this.readout.textContent = this.describe(u); },
+    );
+    this.plot.over.addEventListener("click", () => {
+      const at = this.under(this.plot);
+      if (at) this.onPick(at.row);
+    });
+  }
+
+  paint(u) {
+    const { ctx, bbox } = u;
+    const { rows } = this.data;
+    const width = Math.max(1, Math.round(bbox.width));
+    const each = bbox.height / rows.length;
+    const image = this.image(width, each >= 5 * devicePixelRatio);
+    const aside = document.createElement("canvas");
+    aside.width = width;
+    aside.height = image.height;
+    aside.getContext("2d").putImageData(image, 0, 0);
+    ctx.save();
+    ctx.imageSmoothingEnabled = false;
+    ctx.drawImage(aside, bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.fillStyle = color("--card");
+    rows.forEach((r, i) => {
+      if (i === 0 || r.node === rows[i - 1].node || each < 3 * devicePixelRatio) return;
+      ctx.fillRect(bbox.left, bbox.top + i * each - devicePixelRatio, bbox.width, 2 * devicePixelRatio);
+    });
+    ctx.strokeStyle = color("--ink");
+    ctx.lineWidth = 2 * devicePixelRatio;
+    for (const row of this.picked) ctx.strokeRect(bbox.left, bbox.top + row * each, bbox.width, each);
+    ctx.restore();
+  }
+
+  // Return an image whose pixels are the mean of their samples, so that no sample is skipped. A row has four pixels
+  // if `striped`: the lowest shows the overlay.
+  image(width, striped) {
+    const { table, rows } = this.data;
+    const { field, span, overlaid } = this;
+    const per = striped && overlaid ? 4 : 1;
+    const image = new ImageData(width, rows.length * per);
+    const none = color("--none").match(/\w\w/g).map((h) => parseInt(h, 16));
+    const view = this.axis.view;
+    rows.forEach((_, row) => {
+      const values = binned(table, table.row(field.curve, row), view, width);
+      const marked = overlaid ? binned(table, table.row(overlaid, row), view, width) : null;
+      for (let x = 0; x < width; x++) {
+        const rgb = values[x] === null ? none : heatColor(values[x], span, field.low_limits);
+        const over = marked && marked[x] !== null && marked[x] > OVERLAY_LEAST;
+        for (let k = 0; k < per; k++) {
+          image.data.set([...(over && k === per - 1 ? OVERLAY : rgb), 255], 4 * ((row * per + k) * width + x));
+        }
+      }
+    });
+    return image;
+  }
+
+  under(u) {
+    const { left, top } = u.cursor;
+    if (left < 0 || !pointedAt(u)) return null;
+    const rows = this.data.rows.length;
+    const t = u.posToVal(left, "x");
+    return { t, row: Math.min(rows - 1, Math.max(0, rows - 1 - Math.floor(u.posToVal(top, "y")))) };
+  }
+
+  describe(u) {
+    const at = this.under(u);
+    if (!at) return "";
+    const { rows, table } = this.data;
+    const gpu = rows[at.row];
+    const i = Math.floor((at.t - table.start) / table.step);
+    const value = table.row(this.field.curve, at.row)[i];
+    const over = this.overlaid && table.row(this.overlaid, at.row)[i] > OVERLAY_LEAST ? ", slowed by heat or hardware" : "";
+    return `${gpu.label}${gpu.ranks ? `, rank ${gpu.ranks}` : ""} · ${moment(at.t)} · ${figureText(value, this.field)}${over}`;
+  }
+}
+
+// Return the mean of the values in each of `width` equal parts of the view, null where none is known.
+function binned(table, values, view, width) {
+  const perPixel = (view[1] - view[0]) / width;
+  const index = (t) => Math.floor((t - table.start) / table.step);
+  return Array.from({ length: width }, (_, x) => {
+    const first = Math.max(index(view[0] + x * perPixel), 0);
+    const last = Math.min(Math.max(index(view[0] + (x + 1) * perPixel - 1e-6), first), values.length - 1);
+    let total = 0;
+    let known = 0;
+    for (let i = first; i <= last; i++) {
+      if (!isKnown(values[i])) continue;
+      total += values[i];
+      known += 1;
+    }
+    return known ? total / known : null;
+  });
+}
+
+function commonStart(names) {
+  let start = names[0] || "";
+  for (const name of names) {
+    while (!name.startsWith(start)) start = start.slice(0, -1);
+  }
+  return names.length > 1 ? start.replace(/\d+$/, "") : "";
+}
