@@ -50,9 +50,9 @@ def render_list(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             format_size(row["bytes"]),
             *[format_size(row["new_bytes"])] * has_links,
             ranks,
-            _format_layout(row["layout"]),
+            format_layout(row["layout"]),
             row["engine"] or "-",
-            _format_state(row),
+            format_state(row),
         ]
         table.add_row(*cells, *([_metric_cell(row, metric_name)] if metric_name else []))
     return table
@@ -73,14 +73,14 @@ def damage_messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"step {step}: {why}" for step, why in reasons_by_step if why]
 
 
-def _format_layout(layout: Mapping[str, Any] | None) -> str:
+def format_layout(layout: Mapping[str, Any] | None) -> str:
     try:
         return schema.convert(layout, Layout).describe() if layout else "-"
     except msgspec.ValidationError:  # from another version
         return str((layout or {}).get("strategy", "-"))
 
 
-def _format_state(row: Mapping[str, Any]) -> str:
+def format_state(row: Mapping[str, Any]) -> str:
     if not row["committed"]:
         return "not committed"
     if "unreadable" in row:

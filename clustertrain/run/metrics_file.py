@@ -27,6 +27,7 @@ CHUNK_BYTES = 1 << 20
 MAX_SEARCH_BYTES = 1 << 26  # limit of a search for a row
 MAX_COLUMN_BYTES = 1 << 32  # part of a file that is read as columns: about ten million rows
 
+_ROWS: msgspec.json.Decoder[Row] = msgspec.json.Decoder(Row)
 # Python writes NaN and Infinity, which are not JSON; msgspec rejects them.
 _NON_FINITE = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
 
@@ -97,6 +98,22 @@ def read_columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
             for field, key in fields.items():
                 arrays[key].extend([_to_float(getattr(row, field)) for row in rows])
     return arrays
+
+
+def read_after(path: Path, offset: int) -> tuple[list[Row], int]:
+    """Return the rows from byte ``offset`` on, in at most :data:`CHUNK_BYTES`, and the offset to read on from.
+
+    Unlike the rows of the other functions, these may lack a step. An unfinished last line is read next time.
+    """
+    with _open_or_empty(path) as f:
+        f.seek(offset)
+        block = f.read(CHUNK_BYTES)
+        while block and b"\n" not in block and len(block) < reading.MAX_LINE_BYTES and (more := f.read(CHUNK_BYTES)):
+            block += more
+    lines, end, rest = block.rpartition(b"\n")
+    if not end:  # a longer line is not a row
+        return [], offset + (len(rest) if len(rest) >= reading.MAX_LINE_BYTES else 0)
+    return _decode_lines(_ROWS, lines), offset + len(lines) + 1
 
 
 def _decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:

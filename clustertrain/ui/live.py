@@ -67,6 +67,10 @@ class Hub:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """End all streams and the thread. Safe in a signal handler of the event loop's thread."""
         self._closed = True

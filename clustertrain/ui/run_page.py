@@ -1,30 +1,136 @@
-"""The page of one run: a placeholder."""
+"""The page of one run: its address, the parts that it asks for, and its streams of changes."""
 
 from __future__ import annotations
 
-import msgspec
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from clustertrain import clock
-from clustertrain.report.progress import load_progress
-from clustertrain.scheduler.run_status import run_status
-from clustertrain.ui.pages import json_response
-from clustertrain.ui.runs_table import make_row
+from clustertrain import clock, reading
+from clustertrain.errors import NotFound, UsageError
+from clustertrain.run.run_dir import RunDir, runs_folder
+from clustertrain.ui.pages import encode_json, json_response
+from clustertrain.ui.run import checkpoints, logs, overview, setup, workers
+from clustertrain.ui.run.feed import Feeds, RunFeed
 from clustertrain.ui.state import UiState, find_run
+
+DISCONNECT_POLL_S = 0.3
+DEFAULT_LINES = 500
+TABS = (
+    ("overview", "Overview"),
+    ("training", "Training"),
+    ("gpus", "GPUs"),
+    ("timeline", "Timeline"),
+    ("logs", "Logs"),
+    ("setup", "Setup"),
+    ("checkpoints", "Checkpoints"),
+)
 
 
 def routes(state: UiState) -> list[Route]:
+    feeds = Feeds()
+
+    def find_feed(request: Request) -> RunFeed:
+        return feeds.get(find_run(request.path_params["run_id"]), lambda: state.hub.is_closed)
+
     def show(request: Request) -> Response:
         run = find_run(request.path_params["run_id"])
-        current = run_status(run)
-        row = make_row(current, load_progress(current, clock.now()))
-        text = msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
-        return state.pages.render("run.html.j2", "runs", run=run.id, text=text)
+        return state.pages.render("run.html.j2", "runs", run=run.id, tabs=TABS, data={"run": run.id})
 
-    def status(request: Request) -> Response:
-        current = run_status(find_run(request.path_params["run_id"]))
-        return json_response(make_row(current, load_progress(current, clock.now())))
+    def api(describe: Callable[[Request, RunFeed], Any], path: str) -> Route:
+        def answer(request: Request) -> Response:
+            return json_response(describe(request, find_feed(request)))
 
-    return [Route("/runs/{run_id}", show), Route("/api/runs/{run_id}", status)]
+        return Route(f"/api/runs/{{run_id}}{path}", answer)
+
+    def telemetry(request: Request) -> Response:
+        feed = find_feed(request)
+        return Response(feed.telemetry.get(), media_type="application/json")
+
+    async def live(request: Request) -> Response:
+        run = await run_in_threadpool(_find_also_deleted, request.path_params["run_id"])
+        feed = feeds.get(run, lambda: state.hub.is_closed)
+        return state.hub.stream(request, f"run:{run.id}", lambda: feed)
+
+    async def live_log(request: Request) -> Response:
+        run = await run_in_threadpool(find_run, request.path_params["run_id"])
+        path = await run_in_threadpool(logs.find_log, run, request.query_params.get("key", ""))
+        return state.hub.stream(request, f"log:{path}", lambda: logs.LogTopic(path))
+
+    return [
+        Route("/runs/{run_id}", show),
+        api(lambda request, feed: overview.describe(feed.status.get()), ""),
+        api(_describe_curves, "/curves"),
+        api(lambda request, feed: feed.timeline.document(clock.now()), "/timeline"),
+        api(lambda request, feed: logs.list_logs(feed.run), "/logs"),
+        api(_read_lines, "/logs/lines"),
+        Route("/api/runs/{run_id}/logs/search", _search),
+        api(lambda request, feed: setup.describe(feed.run), "/setup"),
+        api(lambda request, feed: checkpoints.list_rows(feed.run), "/checkpoints"),
+        Route("/api/runs/{run_id}/telemetry", telemetry),
+        Route("/api/live/runs/{run_id}", live),
+        Route("/api/live/runs/{run_id}/log", live_log),
+    ]
+
+
+def _find_also_deleted(run_id: str) -> RunDir:
+    """Return the run, also one that has been deleted since its page was opened: the stream then says so."""
+    try:
+        return find_run(run_id)
+    except NotFound:
+        if "/" in run_id or "\0" in run_id or run_id.startswith("."):
+            raise
+        return RunDir(runs_folder() / run_id)
+
+
+def _describe_curves(request: Request, feed: RunFeed) -> dict[str, Any]:
+    """Return the curves that the parameters ``name`` choose, all without any."""
+    feed.curves.update()
+    return feed.curves.document(request.query_params.getlist("name") or None)
+
+
+def _read_lines(request: Request, feed: RunFeed) -> dict[str, Any]:
+    before, count = (_parse_number(request, name) for name in ("before", "count"))
+    return logs.read_lines(feed.run, request.query_params.get("key", ""), before, count or DEFAULT_LINES)
+
+
+def _parse_number(request: Request, name: str) -> int | None:
+    text = request.query_params.get(name)
+    if text is not None and not reading.is_unsigned_int(text):
+        raise UsageError(f"{name}={text!r} is not a number", fix="leave it out")
+    return None if text is None else int(text)
+
+
+async def _search(request: Request) -> Response:
+    """Search in the logs of the parameters ``key``, or of all ranks of the ``attempt``, for ``text``."""
+    run = await run_in_threadpool(find_run, request.path_params["run_id"])
+    text, is_regex = request.query_params.get("text", ""), request.query_params.get("regex") == "1"
+    logs.parse_query(text, is_regex=is_regex)
+    paths = await run_in_threadpool(_searched_logs, run, request)
+    cancelled = threading.Event()
+    work = asyncio.ensure_future(
+        run_in_threadpool(
+            workers.call,
+            workers.SearchRequest(logs=paths, text=text, is_regex=is_regex),
+            workers.SEARCH_TIMEOUT_S,
+            cancelled.is_set,
+        )
+    )
+    while not work.done():
+        await asyncio.wait([work], timeout=DISCONNECT_POLL_S)
+        if await request.is_disconnected():
+            cancelled.set()
+    return Response(work.result() or encode_json(None), media_type="application/json")
+
+
+def _searched_logs(run: RunDir, request: Request) -> dict[str, str]:
+    keys = request.query_params.getlist("key")
+    if keys:
+        return {key: str(logs.find_log(run, key)) for key in keys}
+    return logs.rank_log_paths(run, _parse_number(request, "attempt"))
