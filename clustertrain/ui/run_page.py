@@ -14,9 +14,10 @@ from starlette.routing import Route
 
 from clustertrain import clock, reading
 from clustertrain.errors import NotFound, UsageError
+from clustertrain.report.html import checkpoints, setup
 from clustertrain.run.run_dir import RunDir, runs_folder
 from clustertrain.ui.pages import encode_json, json_response
-from clustertrain.ui.run import checkpoints, logs, overview, setup, workers
+from clustertrain.ui.run import logs, overview, workers
 from clustertrain.ui.run.feed import Feeds, RunFeed
 from clustertrain.ui.state import UiState, find_run
 

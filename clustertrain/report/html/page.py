@@ -43,7 +43,7 @@ def render(summary: Summary, curves: Curves) -> str:
     marks, marks_left_out = charts.lane_events(summary)
     packer = Packer()
     phases, phases_left_out = charts.phase_spans(summary)
-    data = _page_data(summary, curves, marks, packer) | {"phases": phases}
+    data = page_data(summary, curves, marks, packer) | {"phases": phases}
     template_env = make_environment(template_dir)
     template_env.filters.update(facts.FILTERS)
     return template_env.get_template("page.html.j2").render(
@@ -109,7 +109,7 @@ def _replace_non_finite(value: Any) -> Any:
     return [_replace_non_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _page_data(summary: Summary, curves: Curves, marks: Sequence[charts.LaneEvent], packer: Packer) -> dict[str, Any]:
+def page_data(summary: Summary, curves: Curves, marks: Sequence[charts.LaneEvent], packer: Packer) -> dict[str, Any]:
     gpu, host, training = (charts.scales(table) for table in ("gpus", "hosts", "training"))
     training |= {"step": 1.0}
     tables = {

@@ -26,8 +26,8 @@ def main() -> None:
 
 def search_logs(request: SearchRequest) -> dict[str, Any]:
     """Return the matches with the key of their log, by log and place, and how much was searched."""
+    from clustertrain.report.html.text import clean, clean_log_line
     from clustertrain.run.logs import search
-    from clustertrain.ui.run.text import clean, clean_log_line
 
     query = search.Query(re.compile(request.text)) if request.is_regex else search.find_text(request.text)
     keys = {Path(path): key for key, path in request.logs.items()}

@@ -8,15 +8,15 @@ import msgspec
 
 from clustertrain.report.html import charts, page
 from clustertrain.report.html.pack import Packer
+from clustertrain.report.html.text import clean
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.report_schema import Summary
-from clustertrain.ui.run.text import clean
 
 
 def describe(summary: Summary, curves: Curves) -> dict[str, Any]:
     packer = Packer()
     marks, _ = charts.lane_events(summary)
-    data = page._page_data(summary, curves, marks, packer)
+    data = page.page_data(summary, curves, marks, packer)
     document = {
         "data": data,
         "insights": [msgspec.to_builtins(i) for i in summary.insights],

@@ -9,12 +9,12 @@ from typing import Any
 
 from clustertrain import reading
 from clustertrain.errors import NotFound, UsageError
+from clustertrain.report.html.text import clean, clean_log_line
 from clustertrain.report.progress import Failure, iter_failures
 from clustertrain.run.logs import files, lines
 from clustertrain.run.logs.lines import LogWindow
 from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
 from clustertrain.ui.live import Change
-from clustertrain.ui.run.text import clean, clean_log_line
 
 JOB_LOG = "job"
 MAX_LINES = 2000  # in one answer

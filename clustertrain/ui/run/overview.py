@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from clustertrain.report import status as status_text
+from clustertrain.report.html.text import clean
 from clustertrain.report.status_json import status_json
 from clustertrain.run import attempts
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.scheduler.run_status import Unreadable
 from clustertrain.ui.run.status import StatusView
-from clustertrain.ui.run.text import clean
 
 
 def describe(view: StatusView) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from clustertrain import reading, schema
 from clustertrain.config.parsing.documents import parse_toml
 from clustertrain.errors import ClusterTrainError
 from clustertrain.plan.layout import Layout
+from clustertrain.report.html.text import clean
 from clustertrain.run import attempts, json_files, rank_python
 from clustertrain.run.run_dir import RunDir
-from clustertrain.ui.run.text import clean
 
 MAX_DIFF_CHARACTERS = 200_000
 _SECRET_KEY = re.compile(r"(?i)(^|_)(webhook|token|password|passwd|secret|api_?key|credentials?)$")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run for its page."""
+"""The checkpoints of a run for its pages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.report import checkpoint as checkpoint_text
+from clustertrain.report.html.text import clean
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
-from clustertrain.ui.run.text import clean
 
 
 def list_rows(run: RunDir) -> dict[str, Any]:
