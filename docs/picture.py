@@ -1,12 +1,14 @@
 """Records commands in a pseudo-terminal of 100 columns and draws what stands on it at the end as an SVG.
 
-    python docs/picture.py        the README's picture: the demo's run, preempted once, and its status
+    python docs/picture.py        the demo's run, preempted once, and its status
 
-Nothing is typed in by hand: the commands are run, and each letter and colour is what they wrote.
+`moving_picture.py` draws the same run as it goes. Nothing is typed in by hand: the commands are run, and each letter
+and color is what they wrote.
 """
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import io
 import os
@@ -17,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME, TerminalTheme
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,11 +83,25 @@ def record(argv: Sequence[str], env: dict[str, str]) -> str:
     Raises:
         RuntimeError: it failed.
     """
+    screen = Screen()
+    for _, text in record_output(argv, env, COLUMNS, ROWS):
+        screen.feed(text)
+    return screen.ansi()
+
+
+def record_output(argv: Sequence[str], env: dict[str, str], columns: int, rows: int) -> list[tuple[float, str]]:
+    """Run ``argv`` to its end on a terminal of its own; returns what it wrote, each part after so many seconds.
+
+    Raises:
+        RuntimeError: it failed.
+    """
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    start = time.monotonic()
     child = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
     os.close(slave)
-    written = b""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts: list[tuple[float, str]] = []
     while True:
         try:
             chunk = os.read(master, 65536)
@@ -91,32 +109,36 @@ def record(argv: Sequence[str], env: dict[str, str]) -> str:
             break
         if not chunk:
             break
-        written += chunk
+        parts.append((time.monotonic() - start, decoder.decode(chunk)))
     os.close(master)
     if child.wait() != 0:
-        raise RuntimeError(f"{' '.join(argv)} failed: {written.decode(errors='replace')}")
-    screen = Screen()
-    screen.feed(written.decode())
-    return screen.ansi()
+        raise RuntimeError(f"{' '.join(argv)} failed: {''.join(text for _, text in parts)}")
+    return parts
 
 
-def draw(title: str, text: Text) -> str:
-    """An SVG that carries its own dark background, and asks for no font from outside."""
-    console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True)
+def draw(title: str, text: Text, columns: int = COLUMNS, theme: TerminalTheme = SVG_EXPORT_THEME) -> str:
+    """An SVG that carries its own background, and asks for no font from outside."""
+    console = Console(width=columns, record=True, file=io.StringIO(), force_terminal=True)
     console.print(text, soft_wrap=True)
     template = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     template = template.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace")
-    return console.export_svg(title=title, code_format=template, unique_id="terminal")
+    return console.export_svg(title=title, code_format=template, unique_id="terminal", theme=theme)
+
+
+def clean_environment(home: str) -> dict[str, str]:
+    """The variables of a user who has set nothing, with runs in ``home``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    env = {**kept, "CLUSTERTRAIN_HOME": home, "TERM": "xterm-256color", "PATH": _path()}
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES"):
+        env.pop(name, None)
+    return env
 
 
 def main() -> int:
     target = ROOT / "docs" / "pictures" / "preempted-run.svg"
     picture = Text()
     with tempfile.TemporaryDirectory(prefix="clustertrain-") as home:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
-        env = {**kept, "CLUSTERTRAIN_HOME": home, "TERM": "xterm-256color", "PATH": _path()}
-        for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES"):
-            env.pop(name, None)
+        env = clean_environment(home)
         for argv in COMMANDS:
             picture.append(f"$ {' '.join(argv)}\n", style="bold")
             picture.append_text(Text.from_ansi(record(argv, env)))
