@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import re
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +12,10 @@ import click
 
 from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
+from clustertrain.cli.times import parse_moment
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.printable import printable, unwrap_stream
+from clustertrain.run.logs import backwards
 from clustertrain.run.logs.files import LogSelection, list_log_files, list_nodes
 from clustertrain.run.logs.search import compile_pattern
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
@@ -28,8 +29,11 @@ MAX_LINE_BYTES = 1 << 20  # a longer line is split
 @click.command()
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Follow the log across requeues until the run ends.")
-@click.option("-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines, and new ones.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines (per rank), and new ones."
+)
 @click.option("--grep", "pattern", metavar="REGEX", help="Only lines that match a regular expression.")
+@click.option("--since", metavar="TIME", help="Only lines of the last 10m or 1h, or since 14:30 or '2026-01-31 14:30'.")
 @click.option("--rank", type=click.IntRange(min=0), help="Rank whose log to print.  [default: 0]")
 @click.option("--all-ranks", is_flag=True, help="Print the logs of all ranks, each line with its rank.")
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.")
@@ -42,6 +46,7 @@ def logs(
     follow: bool,
     lines: int | None,
     pattern: str | None,
+    since: str | None,
     rank: int | None,
     all_ranks: bool,
     attempt: int | None,
@@ -57,8 +62,10 @@ def logs(
     chosen = {"--rank": rank is not None, "--all-ranks": all_ranks, "--job": job, "--node": node, "--errors": errors}
     if len(exclusive := [option for option, is_set in chosen.items() if is_set]) > 1:
         raise UsageError(f"{' and '.join(exclusive)} exclude each other", fix="use one of them")
-    if errors and (follow or raw or lines is not None or pattern is not None):
-        raise UsageError("--errors prints no log, so -f, -n, --grep and --raw do not apply", fix="leave them out")
+    if errors and (follow or raw or lines is not None or pattern is not None or since is not None):
+        raise UsageError(
+            "--errors prints no log, so -f, -n, --grep, --since and --raw do not apply", fix="leave them out"
+        )
     if raw and sys.stdout.isatty():
         raise UsageError(
             "--raw: the terminal would interpret control characters in the log",
@@ -69,16 +76,16 @@ def logs(
         return _print_errors(run, attempt)
     selection = LogSelection(rank or 0, attempt, job, node, all_ranks)
     matches = compile_pattern(pattern, "--grep") if pattern is not None else None
+    since_t = parse_moment(since, "--since", clock.now()) if since is not None else None
     printed = False
     escaper = None if raw else _LogEscaper(sys.stdout.encoding)
     with explain_permission_errors():
-        chunks = _read_chunks(run, selection, follow)
-        if lines is not None or matches is not None or all_ranks:
-            chunks = _select_lines(chunks, lines, matches, with_rank=all_ranks)
+        starts = _find_starts(run, selection, lines, matches, since_t)
+        chunks = _read_chunks(run, selection, follow, starts)
+        if starts or matches is not None or all_ranks:
+            chunks = _select_lines(chunks, matches, with_rank=all_ranks, follow=follow)
         current: Path | None = None
         for path, chunk in chunks:
-            if not chunk:
-                continue
             printed = True
             if path != current and not all_ranks:
                 click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
@@ -89,6 +96,8 @@ def logs(
             current = path
     if escaper is not None:
         unwrap_stream(sys.stdout).buffer.write(escaper.flush())
+    if not printed and since is not None and not follow and matches is None:
+        click.echo(f"note: no lines since {since}", err=True)
     if not printed and not follow and lines != 0 and not any(path.exists() for path in list_log_files(run, selection)):
         raise NotFound(_no_output_reason(run, selection), fix=f"`clustertrain status {run.id}` shows its attempts")
     return 0 if printed or matches is None else 1  # as grep
@@ -115,43 +124,61 @@ def _print_errors(run: RunDir, attempt: int | None) -> int:
     return 0
 
 
-def _select_lines(
-    chunks: Iterator[tuple[Path, bytes]], count: int | None, pattern: re.Pattern[str] | None, *, with_rank: bool
-) -> Iterator[tuple[Path, bytes]]:
-    """Yield whole lines: those that match ``pattern``, and of those that each file has already the last ``count``.
+def _find_starts(
+    run: RunDir, selection: LogSelection, count: int | None, pattern: re.Pattern[str] | None, since: float | None
+) -> dict[Path, int]:
+    """Return the offset at which to start each log.
 
-    An empty chunk separates the existing lines from new ones. A carriage return also ends a line, so that a progress
-    bar does not hold back what is new.
+    The last ``count`` lines that match are those of all attempts together, for each rank.
     """
-    last: dict[Path, deque[bytes]] | None = None if count is None else {}
+    starts: dict[Path, int] = {}
+    missing: dict[str, int] = {}
+    without_times = []
+    for path in reversed(list_log_files(run, selection)):
+        try:
+            if since is not None:
+                start = backwards.find_since(path, since)
+                without_times += [path.name] * (start is None)
+                starts[path] = start or 0
+            if count is not None:
+                last = backwards.find_last(path, missing.setdefault(path.name, count), pattern)
+                missing[path.name] -= last.count
+                starts[path] = max(starts.get(path, 0), last.start)
+        except FileNotFoundError:
+            continue
+    if without_times:
+        names = ", ".join(dict.fromkeys(without_times))
+        click.echo(f"note: --since: the lines of {names} begin with no time, so all of them are shown", err=True)
+    return starts
+
+
+def _select_lines(
+    chunks: Iterator[tuple[Path, bytes]], pattern: re.Pattern[str] | None, *, with_rank: bool, follow: bool
+) -> Iterator[tuple[Path, bytes]]:
+    """Yield whole lines that match ``pattern``; with ``follow``, an unfinished line once it is finished.
+
+    A carriage return also ends a line, so that a progress bar does not hold back what is new.
+    """
     rests: dict[Path, bytes] = {}
+    previous: Path | None = None
 
     def select(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[Path, bytes]]:
         prefix = f"[{path.stem}] ".encode() if with_rank else b""
-        found = [
-            x for x in lines if pattern is None or pattern.search(x.decode(errors="backslashreplace").rstrip("\r\n"))
-        ]
-        selected = [prefix + line for line in found]
-        if last is not None:
-            last.setdefault(path, deque(maxlen=count)).extend(selected)
-        else:
-            yield from ((path, line) for line in selected)
-
-    def flush() -> Iterator[tuple[Path, bytes]]:
-        yield from ((path, line) for path, lines in (last or {}).items() for line in lines)
+        for line in lines:
+            if pattern is None or pattern.search(line.decode(errors="backslashreplace").rstrip("\r\n")):
+                yield path, prefix + line
 
     for path, chunk in chunks:
-        if not chunk:
-            yield from flush()
-            last = None
-            continue
+        if previous is not None and path != previous and not (follow and path.name != previous.name):
+            rest = rests.pop(previous, b"")  # nobody writes to the log of an earlier attempt
+            yield from select(previous, [rest + b"\n"] if rest else [])
+        previous = path
         *lines, rests[path] = _split_lines(rests.get(path, b"") + chunk)
         if len(rests[path]) > MAX_LINE_BYTES:
             lines, rests[path] = [*lines, rests[path]], b""
         yield from select(path, lines)
     for path, rest in rests.items():
         yield from select(path, [rest + b"\n"] if rest else [])
-    yield from flush()
 
 
 def _split_lines(text: bytes) -> list[bytes]:
@@ -206,18 +233,17 @@ def _no_output_reason(run: RunDir, selection: LogSelection) -> str:
     return f"rank {selection.rank} of {run.id} has printed nothing yet, or does not exist"
 
 
-def _read_chunks(run: RunDir, selection: LogSelection, follow: bool) -> Iterator[tuple[Path, bytes]]:
-    """Yield (path, chunk). With ``follow``, an empty chunk separates what exists at first from what is new."""
-    offsets: dict[Path, int] = {}
-    has_ended, is_first_round, next_poll = not follow, follow, 0.0
+def _read_chunks(
+    run: RunDir, selection: LogSelection, follow: bool, starts: dict[Path, int]
+) -> Iterator[tuple[Path, bytes]]:
+    """Yield (path, chunk) from the offsets in ``starts``, or from the start of a file."""
+    offsets = dict(starts)
+    has_ended, next_poll = not follow, 0.0
     while True:
         is_last_round = has_ended
         for path in list_log_files(run, selection):
             for chunk in _read_new(path, offsets):
                 yield path, chunk
-        if is_first_round:
-            yield Path(), b""
-            is_first_round = False
         if is_last_round:
             return
         if clock.monotonic() >= next_poll:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from clustertrain import fsio
+from clustertrain import clock, fsio
 from clustertrain.cli.logs import logs
 from clustertrain.errors import UsageError
 from clustertrain.run import run_dir
@@ -85,7 +86,53 @@ def test_missing_rank_and_attempt_are_named(run: RunDir) -> None:
 
 
 def test_followed_log_starts_with_the_last_lines(run: RunDir) -> None:
-    assert call(run.id, "-f", "-n", "1").stdout == "step 2  loss nan\nthe end\n"  # its last line is not complete yet
+    assert call(run.id, "-f", "-n", "1").stdout == "the end\n"
+    assert call(run.id, "-f", "-n", "1", "--grep", "loss").stdout == "step 2  loss nan\n"
+    assert call(run.id, "-f", "-n", "0").stdout == ""
+
+
+def test_last_lines_of_several_attempts_are_counted_together(run: RunDir) -> None:
+    run.attempt(2).logs.mkdir(parents=True)
+    fsio.write_json(run.attempt(2).record, {"job_id": "local-1", "nodes": ["a", "b"]})
+    run.attempt(2).rank_log(0).write_text("resumed\nstep 3\n")
+    assert call(run.id, "-n", "1").stdout == "step 3\n"
+    assert call(run.id, "-n", "3").stdout == "the end\nresumed\nstep 3\n"
+    assert call(run.id, "-n", "2", "--grep", "step").stdout == "step 2  loss nan\nstep 3\n"
+    assert call(run.id, "--all-ranks", "-n", "1").stdout.splitlines() == [
+        "[rank-1] step 1  loss 3",
+        "[rank-10] ten",
+        "[rank-0] step 3",
+    ]
+
+
+def test_end_of_a_long_log_is_read_without_the_rest(run: RunDir) -> None:
+    with run.attempt(1).rank_log(0).open("wb") as f:
+        f.truncate(1 << 34)  # 16 GiB that take no space
+        f.seek(0, 2)
+        f.write(b"\none\ntwo\n")
+    assert call(run.id, "-n", "2").stdout == "one\ntwo\n"
+
+
+def test_lines_since_a_time(run: RunDir) -> None:
+    now = clock.now()
+    lines = [
+        f"{time.strftime('%H:%M:%S', time.localtime(now - s))}  step {i}\n" for i, s in enumerate((7300, 3000, 60))
+    ]
+    run.attempt(1).rank_log(0).write_text("start\n" + "  more\n".join(lines))
+    assert call(run.id, "--since", "1h").stdout == f"{lines[1]}  more\n{lines[2]}"
+    assert call(run.id, "--since", "10m").stdout == lines[2]
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now - 3001))
+    assert call(run.id, "--since", at, "-n", "1").stdout == lines[2]
+    assert call(run.id, "--since", "1d").stdout.startswith("start\n")
+    late = call(run.id, "--since", "5s")
+    assert (late.stdout, late.return_value) == ("", 0) and "no lines since 5s" in late.stderr
+    untimed = call(run.id, "--rank", "1", "--since", "10m")
+    assert untimed.stdout == "step 1  loss 3\n" and "rank-1.log begin with no time" in untimed.stderr
+
+
+@pytest.mark.parametrize("text", ["soon", "25:99", "2026-13-01", "-5m", "0", "2999-01-01", ""])
+def test_no_time_is_a_usage_error(run: RunDir, text: str) -> None:
+    assert isinstance(call(run.id, "--since", text).exception, UsageError)
 
 
 def test_errors_begin_with_the_rank_that_explains_the_others(run: RunDir) -> None:
