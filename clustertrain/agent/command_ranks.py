@@ -363,7 +363,7 @@ def _explain_failure(code: int, tail: str, log: Path) -> tuple[FailureKind, Erro
     kind = (
         "out_of_memory" if _OUT_OF_MEMORY.search(text)
         else "communication" if _COMMUNICATION.search(text)
-        else "user_error"
+        else "error"
     )  # fmt: skip
     return kind, ErrorInfo(type=name, message=message or f"see logs/{log.name}", traceback=_last_traceback(tail))
 

@@ -174,7 +174,7 @@ def _infer_failure(rank: int, exit_code: int | None) -> RankResult:
             "ended with exit code 0 before its script returned (os._exit?)\n"
             "  fix: let the script return or call sys.exit(0), so that its work counts"
         )
-        return failed_record(rank, "user_error", ErrorInfo(type="no result", message=message))
+        return failed_record(rank, "error", ErrorInfo(type="no result", message=message))
     if exit_code > 0:
         message = f"ended with exit code {exit_code} without a Python error (os._exit?): see logs/rank-{rank}.log"
         return failed_record(rank, "exited", ErrorInfo(type="no result", message=message))

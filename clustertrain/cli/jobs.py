@@ -166,6 +166,7 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
     Returns:
         The exit code: 0 only if all runs completed.
     """
+    from clustertrain.run import state
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     poll_s, remaining, all_completed = MIN_POLL_S, list(runs), True
@@ -176,7 +177,7 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
                     raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
                 if current.is_final:
                     click.echo(": ".join(filter(None, (current.run.id, current.state, current.end_reason))), err=True)
-                    all_completed &= current.state == "completed"
+                    all_completed &= current.state == state.COMPLETED
                     remaining.remove(current.run)
             if not remaining:
                 return 0 if all_completed else 1
@@ -206,6 +207,7 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
 
     A running run is "cancelling" until its ranks have exited; `wait` waits for that. A sweep stands for all its runs.
     """
+    from clustertrain.run import state
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     statuses = run_statuses(find_runs(names))
@@ -219,6 +221,7 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
     if len(already_ended) == len(readable_statuses):
         raise ClusterTrainError("\n".join(already_ended))
     active = [current for current in readable_statuses if not current.is_final]
+    already_cancelling = {current.run for current in active if current.is_cancelling}
     # The markers come first: a process that is deciding about a run now must see it before the job is gone.
     for current in active:
         fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "user": getpass.getuser()})
@@ -226,8 +229,12 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
     cancelling = _cancel_jobs(active)
     for line in already_ended:
         click.echo(line, err=True)
+    for current in active:
+        if current.run in already_cancelling and current.run in cancelling:
+            wait_hint = f"`clustertrain wait {current.run.id}` waits for its end"
+            click.echo(f"note: {current.run.id} was being cancelled already; {wait_hint}", err=True)
     states = {
-        s.run: s.state if s.is_final else "cancelling" if s.run in cancelling else "cancelled"
+        s.run: s.state if s.is_final else state.CANCELLING if s.run in cancelling else state.CANCELLED
         for s in readable_statuses
     }
     if as_json:

@@ -142,7 +142,7 @@ def _find_starts(
                 starts[path] = start or 0
             if count is not None:
                 last = backwards.find_last(path, missing.setdefault(path.name, count), pattern)
-                missing[path.name] -= last.count
+                missing[path.name] -= last.found
                 starts[path] = max(starts.get(path, 0), last.start)
         except FileNotFoundError:
             continue

@@ -28,7 +28,6 @@ _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 _PAGE_UP, _PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
 _ENTER, _BACKSPACE, _ESCAPE = ("\r", "\n"), ("\x7f", "\b"), "\x1b"
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
-_FINAL_STATES = ("completed", "failed", "cancelled")
 
 
 @click.command()
@@ -86,13 +85,15 @@ def _display(live: RunMonitor, as_json: bool, once: bool, interval: float) -> in
 
 
 def _print_json_frames(live: RunMonitor, once: bool, interval: float) -> int:
+    from clustertrain.run import state
+
     while True:
         view = live.poll(wait=True)
         if once:
             print_json(view)
             return 0
         print_json_line(view)
-        if view.state in _FINAL_STATES:
+        if view.state in state.FINAL:
             return 0
         clock.sleep(interval)
 
@@ -100,13 +101,14 @@ def _print_json_frames(live: RunMonitor, once: bool, interval: float) -> int:
 def _print_text_frames(live: RunMonitor, console: Console, once: bool, interval: float) -> int:
     from clustertrain.report.terminal import emit, glyphs
     from clustertrain.report.top.screen import ViewOptions, render_frame
+    from clustertrain.run import state
 
     while True:
         view = live.poll(wait=True)
         frame = render_frame(view, console.width, None, glyphs(console), ViewOptions(), live.history())
         emit(console, *frame)
         console.file.flush()
-        if once or view.state in _FINAL_STATES:
+        if once or view.state in state.FINAL:
             return 0
         emit(console, "")
         clock.sleep(interval)

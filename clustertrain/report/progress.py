@@ -13,7 +13,7 @@ import msgspec
 from clustertrain import fsio, reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.report import eta
-from clustertrain.run import event_types, events, json_files, metrics_file, results, state
+from clustertrain.run import endings, event_types, events, json_files, metrics_file, results, state
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import RunStatus
@@ -63,7 +63,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Attempts that ended in another way than by a failure, whose ranks may have been killed in the end.
-_NOT_FAILED = frozenset({None, "completed", "cancelled", "preempted", "time_limit", "signal"})
+_NOT_FAILED = frozenset(
+    {None, endings.COMPLETED, endings.CANCELLED, endings.PREEMPTED, endings.TIME_LIMIT, endings.SIGNAL}
+)
 
 
 def load_progress(status: RunStatus, now: float, *, with_failure: bool = True) -> Progress:

@@ -42,6 +42,7 @@ STATE_STYLES = {
     "time_limit": "yellow",
     "signal": "yellow",
     "cancelled": "magenta",
+    "cancelling": "magenta",
 }
 GOODPUT_LABELS = {
     "queue_s": "queue",
@@ -131,7 +132,7 @@ def _progress_rows(status: RunStatus, progress: Progress, now: float) -> list[tu
     watched = next((a for a in reversed(status.history) if a.checkpoint_times), None)
     rows: list[tuple[str, str | Text]] = [
         ("run", Text(status.run.id, style="bold")),
-        ("state", styled_state(status.state)),
+        ("state", styled_state(status.shown_state)),
         ("step", _format_progress(status, progress)),
         ("loss", _format_loss(progress)),
         ("checkpoint", _format_checkpoint(progress, now)),
@@ -155,8 +156,6 @@ def _problem_rows(status: RunStatus) -> list[tuple[str, Text]]:
         rows.append(("problems", Text(" ".join(anomalies), style="yellow")))
     if status.scheduler_error:
         rows.append(("note", Text(f"the scheduler did not answer: {status.scheduler_error}", style="red")))
-    if status.is_cancelling:
-        rows.append(("note", Text("cancelled, but not ended yet", style="magenta")))
     if status.undecided_reason:
         rows.append(("stopped", Text(status.undecided_reason, style="red")))
     if status.continue_command:
@@ -370,7 +369,7 @@ def runs_table(runs: Sequence[tuple[RunStatus, Progress]], width: int, now: floa
         return Text("no runs yet: start one with `clustertrain submit`")
     columns = [
         Column("run", [x.run.id for x, _ in runs]),
-        Column("state", [styled_state(x.state) for x, _ in runs]),
+        Column("state", [styled_state(x.shown_state) for x, _ in runs]),
         Column("age", [_format_age(p.submitted, now) for _, p in runs], right_aligned=True),
         Column("step", [format_steps(x) for x, _ in runs], right_aligned=True),
         Column("left", ["-" if p.eta_s is None else format_duration(p.eta_s) for _, p in runs], right_aligned=True),

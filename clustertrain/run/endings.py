@@ -12,7 +12,7 @@ Ending = Literal[
     "out_of_memory",
     "hang",
     "communication",
-    "user_error",
+    "failed",
     "no_progress",
     "cancelled",
     "signal",
@@ -27,15 +27,39 @@ NODE_FAILURE: Final = "node_failure"
 OUT_OF_MEMORY: Final = "out_of_memory"
 HANG: Final = "hang"
 COMMUNICATION: Final = "communication"
-USER_ERROR: Final = "user_error"
+FAILED: Final = "failed"
 NO_PROGRESS: Final = "no_progress"
 CANCELLED: Final = "cancelled"
 SIGNAL: Final = "signal"  # sent by hand
 BUDGET_SPENT: Final = "budget"  # the budget of the recipe's contract, not a retry budget
 UNKNOWN: Final = "unknown"
 
+DESCRIPTIONS: Final[dict[Ending, str]] = {
+    COMPLETED: "All ranks did all steps, or the program exited with 0",
+    PREEMPTED: "Slurm or `clustertrain requeue` took the nodes away",
+    TIME_LIMIT: "The time limit of the job was reached",
+    NODE_FAILURE: "A node was lost, or did not answer",
+    OUT_OF_MEMORY: "A GPU or a host ran out of memory",
+    HANG: "Ranks waited for a collective that one of them did not reach",
+    COMMUNICATION: "Collectives between the ranks failed",
+    FAILED: "The training raised an error, or its environment is unfit: a retry would fail the same way",
+    NO_PROGRESS: "Not started: earlier attempts had used up their retries",
+    CANCELLED: "Its owner cancelled the run",
+    SIGNAL: "Somebody sent a signal by hand (`scancel --signal`, `kill`)",
+    BUDGET_SPENT: "The budget of the recipe's contract is spent",
+    UNKNOWN: "None of these: ranks crashed, were killed or exited without an error, or left no record",
+}
+# What earlier versions wrote. Their run folders stay readable.
+_RENAMED: Final[dict[object, Ending]] = {"user_error": FAILED}
+
+
+def current_name(ending: object) -> object:
+    """Return the name of an ending, which an earlier version may have recorded under another one."""
+    return _RENAMED.get(ending, ending) if isinstance(ending, str) else ending
+
+
 # How often an ending may happen in a row before the run stops; a newer committed step refills all budgets.
-# user_error has none: the same code would fail the same way. preempted has a large one, because the cluster causes it,
+# failed has none: the same code would fail the same way. preempted has a large one, because the cluster causes it,
 # but not an unlimited one: a job that is always preempted before it commits anything makes no progress.
 RETRY_BUDGET: Final[dict[str, int]] = {
     PREEMPTED: 20,
@@ -44,7 +68,7 @@ RETRY_BUDGET: Final[dict[str, int]] = {
     OUT_OF_MEMORY: 1,
     HANG: 2,
     COMMUNICATION: 3,
-    USER_ERROR: 0,
+    FAILED: 0,
     SIGNAL: 5,
     UNKNOWN: 2,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from clustertrain import clock, fsio
-from clustertrain.run import event_types, safe_names
+from clustertrain.run import endings, event_types, safe_names
 from clustertrain.run.json_files import convert_leniently, has_type, is_number
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
@@ -69,6 +69,8 @@ def filter_valid(records: Iterable[Event]) -> list[Event]:
             continue
         event = {k: v for k, v in record.items() if k not in _FIELD_TYPES or has_type(v, _FIELD_TYPES[k])}
         safe_names.sanitize(event)
+        if name == "ended" and "ending" in event:
+            event["ending"] = endings.current_name(event["ending"])
         if name != "checkpoint" or "step" in event:  # the event is useless without it
             valid.append(event)
     return valid

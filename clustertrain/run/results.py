@@ -20,7 +20,7 @@ RankEnding = Literal["completed", "stopped", "failed"]
 FailureKind = Literal[
     "environment",  # the recipe, the machine or the checkpoints are unfit, or a disk is full: a requeue would not help
     "out_of_memory",
-    "user_error",
+    "error",  # the training raised another Python error
     "device",  # a CUDA error; ECC errors, illegal accesses and lost GPUs look alike
     "storage",  # a file system that did not answer
     "hang",
@@ -33,7 +33,7 @@ FailureKind = Literal[
 ]
 
 KIND_PRIORITY: tuple[FailureKind, ...] = (
-    "environment", "out_of_memory", "user_error", "device", "storage", "hang", "crashed", "exited", "communication",
+    "environment", "out_of_memory", "error", "device", "storage", "hang", "crashed", "exited", "communication",
     "killed",
 )  # fmt: skip
 """The first kind in this list explains the others: a rank that raises or crashes makes its peers' collectives fail."""
@@ -124,14 +124,21 @@ def sort_failures(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
     return sorted(failed, key=lambda o: priority.get(o.kind or "unknown", len(KIND_PRIORITY)))
 
 
+def _rename_kind(document: object) -> object:
+    """Return a document of an earlier version with today's name of the failure."""
+    if isinstance(document, dict) and document.get("kind") == "user_error":
+        return {**document, "kind": "error"}
+    return document
+
+
 def parse_rank_result(document: object) -> RankResult | None:
     """Return the record in a JSON ``document``, without fields of a wrong type; None if it is not a record."""
-    return json_files.convert_leniently(document, RankResult)
+    return json_files.convert_leniently(_rename_kind(document), RankResult)
 
 
 def parse_node_result(document: object) -> NodeResult | None:
     """Return the result in a JSON ``document``, without fields of a wrong type; None if it is not a result."""
     if isinstance(document, dict) and isinstance(document.get("ranks"), list):
-        ranks = [json_files.convert_leniently(rank, RankOutcome) for rank in document["ranks"]]
+        ranks = [json_files.convert_leniently(_rename_kind(rank), RankOutcome) for rank in document["ranks"]]
         document = {**document, "ranks": tuple(rank for rank in ranks if rank is not None)}
-    return json_files.convert_leniently(document, NodeResult)
+    return json_files.convert_leniently(_rename_kind(document), NodeResult)

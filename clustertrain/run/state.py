@@ -12,6 +12,17 @@ from clustertrain.run.run_dir import RunDir
 PENDING, RUNNING, REQUEUED = "pending", "running", "requeued"
 COMPLETED, FAILED, CANCELLED = "completed", "failed", "cancelled"
 FINAL = frozenset({COMPLETED, FAILED, CANCELLED})
+# Shown in place of a state that is not final, until the job of a cancelled run has ended.
+CANCELLING = "cancelling"
+DESCRIPTIONS = {
+    PENDING: "The first job waits in the queue",
+    RUNNING: "An attempt runs",
+    REQUEUED: "Between two attempts: the job waits in the queue again",
+    CANCELLING: "Its owner cancelled the run, and the job has not ended yet",
+    COMPLETED: "The last attempt completed",
+    FAILED: "The run ended otherwise and does not start again by itself; the ending of the last attempt says why",
+    CANCELLED: "Its owner cancelled the run",
+}
 
 
 class SchedulerJob(Protocol):

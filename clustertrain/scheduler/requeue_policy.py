@@ -175,7 +175,7 @@ STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"})
 UNEXPLAINED_KINDS: frozenset[FailureKind] = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
 _ENDING_BY_KIND: dict[FailureKind, endings.Ending] = {
     "out_of_memory": endings.OUT_OF_MEMORY,
-    "user_error": endings.USER_ERROR,
+    "error": endings.FAILED,
 }
 
 
@@ -185,13 +185,13 @@ def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> AttemptOutcome:
     for kind in decisive:
         culprit = next((r for r in failed if r.kind == kind), None)
         if culprit is not None:
-            ending = _ENDING_BY_KIND.get(kind, endings.USER_ERROR)
+            ending = _ENDING_BY_KIND.get(kind, endings.FAILED)
             fatal = EXIT_CONFIG if kind == "environment" else None
             return AttemptOutcome(ending, str(culprit.message), fatal_exit_code=fatal)
     if missing and e.step_exit_code == EXIT_CONFIG:
         # An agent that cannot see the run folder cannot write a result; its message is in job.log.
         names = ", ".join(missing)
-        return AttemptOutcome(endings.USER_ERROR, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
+        return AttemptOutcome(endings.FAILED, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
     killed_by = _signal_name(e.step_exit_code) if e.view is not None else ""
     if missing and killed_by:
         # The scheduler still has all nodes, and the launcher could wait for the agent's process.
@@ -244,7 +244,7 @@ def decide(outcome: AttemptOutcome, history: Sequence[Attempt], max_requeues: in
         return Decision("stop", f"{outcome.reason}; a requeue would fail the same way", outcome.fatal_exit_code)
     if outcome.ending in (endings.CANCELLED, endings.BUDGET_SPENT):
         return Decision("stop", outcome.reason, EXIT_NO_REQUEUE)
-    if outcome.ending == endings.USER_ERROR:
+    if outcome.ending == endings.FAILED:
         return Decision("stop", outcome.reason, EXIT_FAILED)
     stop_reason = find_exhausted_budget(outcome.ending, history, max_requeues)
     if stop_reason is not None:

@@ -71,7 +71,7 @@ class RunStatus:
 
     def attempt_state(self, attempt: Attempt) -> str:
         """Return the attempt's ending, ``running`` or ``unknown``."""
-        return attempt.ending or ("running" if self.state == state.RUNNING else endings.UNKNOWN)
+        return attempt.ending or (state.RUNNING if self.state == state.RUNNING else endings.UNKNOWN)
 
     @property
     def is_final(self) -> bool:
@@ -81,6 +81,11 @@ class RunStatus:
     def is_cancelling(self) -> bool:
         """Whether the owner cancelled the run and its job has not ended yet."""
         return not self.is_final and self.run.cancel_marker.exists()
+
+    @property
+    def shown_state(self) -> str:
+        """The state for a person: ``cancelling`` while a cancelled run has not ended."""
+        return state.CANCELLING if self.is_cancelling else self.state
 
     @property
     def undecided_reason(self) -> str | None:

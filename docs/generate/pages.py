@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import commands, configuration, events, python_api
+from docs.generate import commands, configuration, events, python_api, states
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -14,4 +14,5 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "cli.md": commands.render,
     "python-api.md": python_api.render,
     "events.md": events.render,
+    "states.md": states.render,
 }

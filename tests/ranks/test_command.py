@@ -155,7 +155,7 @@ def test_failed_program_is_explained_and_not_repeated(submit: Submit) -> None:
     )
     (attempt,) = run.wait_until_final()["attempts"]
     error = "program.py', '--local_rank=1', '--lr', '1']"
-    assert (attempt["state"], error in attempt["reason"]) == ("user_error", True), attempt
+    assert (attempt["state"], error in attempt["reason"]) == ("failed", True), attempt
 
 
 def test_edits_after_submit_do_not_reach_the_run(submit: Submit) -> None:

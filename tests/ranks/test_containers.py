@@ -121,7 +121,7 @@ def test_ranks_in_containers_stop_resume_fail_and_leave_nothing(submit: Submit, 
     run.call("requeue", run.id)
     *_, stopped, last = run.wait_until_final(90.0)["attempts"]
     assert (stopped["state"], "ended with SIGKILL" in stopped["reason"]) == ("preempted", True), stopped
-    assert (last["state"], "KeyError: 'lr'" in last["reason"]) == ("user_error", True), last
+    assert (last["state"], "KeyError: 'lr'" in last["reason"]) == ("failed", True), last
     for rank in (0, 1):
         assert "saved 1\n" in read_log(run, rank, 2)
         assert "child stopped" not in read_log(run, rank, 2)
@@ -149,5 +149,5 @@ def _attempt(process: psutil.Process) -> str | None:
 def test_container_that_cannot_start_is_explained_and_not_repeated(submit: Submit) -> None:
     run = submit("charliecloud", "", "--container-mount=/etc/hostname:/usr/nothing/here")
     (attempt,) = run.wait_until_final()["attempts"]
-    assert attempt["state"] == "user_error"
+    assert attempt["state"] == "failed"
     assert "the container was not started (exit code 1): ch-run" in attempt["reason"], attempt

@@ -398,7 +398,7 @@ def raise_at(step: int, rank: int, error: str) -> None:
     Session.log = log  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("error", "expected"), [("value", "user_error"), ("memory", "out_of_memory")])
+@pytest.mark.parametrize(("error", "expected"), [("value", "error"), ("memory", "out_of_memory")])
 def test_exception_is_distinguished_from_its_consequences(tmp_path: Path, error: str, expected: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
     ranks = Ranks(run, 2, setup=raise_at, args=(5, 1, error)).expect(1)

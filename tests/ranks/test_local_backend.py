@@ -183,12 +183,12 @@ def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: P
     assert run.digest() == undisturbed(run.path, tmp_path / "undisturbed")
 
 
-def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_error_is_reported_and_not_retried(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
     run = submitted(*TWO_RANKS, str(script))
     status = run.wait_until_final()
-    assert (status["state"], run.endings()) == ("failed", ["user_error"])
+    assert (status["state"], run.endings()) == ("failed", ["failed"])
     assert "no such thing" in status["attempts"][0]["reason"]
     assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
 

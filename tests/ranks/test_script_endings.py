@@ -97,7 +97,7 @@ def test_session_left_early_after_warning_is_continued(submitted: Callable[..., 
 @pytest.mark.parametrize(
     ("end", "ending", "message"),
     [
-        ("os._exit(0)", "user_error", "ended with exit code 0 before its script returned (os._exit?)"),
+        ("os._exit(0)", "failed", "ended with exit code 0 before its script returned (os._exit?)"),
         ("os._exit(3)", "unknown", "ended with exit code 3 without a Python error (os._exit?)"),
         ("raise SystemExit(75)", "unknown", "exit code 75, which requests another attempt"),
     ],

@@ -135,7 +135,7 @@ with ct.session() as session:
 
 
 @pytest.mark.parametrize(
-    ("stop_requested", "ending", "code", "kind"), [(True, "stopped", 0, None), (False, "failed", 1, "user_error")]
+    ("stop_requested", "ending", "code", "kind"), [(True, "stopped", 0, None), (False, "failed", 1, "error")]
 )
 def test_data_worker_killed_by_stop_is_not_a_failure(
     tmp_path: Path, stop_requested: bool, ending: str, code: int, kind: str | None

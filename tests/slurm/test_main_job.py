@@ -230,12 +230,12 @@ def test_lost_node_does_not_lose_run(cluster: Any, submit_run: Callable[..., Run
     assert len(set(lost)) == 2
 
 
-def test_user_error_ends_run_at_once(submit_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_error_ends_run_at_once(submit_run: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
     run = submit_run("--nodes", "2", "--gpus", "1", str(script))
     status = run.wait_until_final()
-    assert (status["state"], run.endings()) == ("failed", ["user_error"])
+    assert (status["state"], run.endings()) == ("failed", ["failed"])
     assert "no such thing" in status["attempts"][0]["reason"]
 
 

@@ -76,7 +76,7 @@ def count_failures(attempts: Iterable[Attempt], nodes: int) -> FailureHistory:
 
     A failure is an ending that loses steps:
 
-    * node_failure, out_of_memory, hang, communication and user_error, which come without a warning, always count;
+    * node_failure, out_of_memory, hang, communication and failed, which come without a warning, always count;
     * preempted, time_limit, signal and unknown count if steps were lost. After a warning with time for a save nothing
       is lost, so more frequent saves would gain nothing;
     * completed and cancelled do not count;

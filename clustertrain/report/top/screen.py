@@ -31,6 +31,7 @@ from clustertrain.report.top.table import (
     sort_rows,
     title_row,
 )
+from clustertrain.run import state
 from clustertrain.telemetry.findings import CRITICAL, SEVERITY_ORDER, WARNING
 
 MIN_ROWS, MAX_EVENTS = 3, 6
@@ -142,8 +143,8 @@ def _crop(line: Text, width: int) -> Text:
 
 
 def _header(view: RunView, width: int, signs: Glyphs) -> list[Text]:
-    state = view.state or "asking the scheduler"
-    title = Text.assemble((view.run, "bold"), "  ", (state, STATE_STYLES.get(state, "red") if view.state else "cyan"))
+    shown = state.CANCELLING if view.cancelling else view.state or "asking the scheduler"
+    title = Text.assemble((view.run, "bold"), "  ", (shown, STATE_STYLES.get(shown, "red") if view.state else "cyan"))
     details = [
         f"job {view.job_id} ({view.backend})" if view.job_id else "",
         f"attempt {view.attempt}" if view.attempt else "",
@@ -163,14 +164,14 @@ def _header(view: RunView, width: int, signs: Glyphs) -> list[Text]:
 
 
 def _status_text(view: RunView) -> str:
-    if view.state == "pending" or view.pending_reason or view.start_estimate:
+    if view.state == state.PENDING or view.pending_reason or view.start_estimate:
         start_text = (
             f", expected to start {terminal.format_timestamp(view.start_estimate)}" if view.start_estimate else ""
         )
         return f"waiting for {view.pending_reason or 'the scheduler'}{start_text}"
-    if view.state in ("completed", "failed", "cancelled"):
+    if view.state in state.FINAL:
         return f"the run has ended ({view.ending or view.state}); this is its last state"
-    if view.state == "requeued":
+    if view.state == state.REQUEUED:
         return "between two attempts; this is the last state of the previous one"
     if not view.telemetry:
         return "telemetry is off in the recipe ([telemetry] enabled = false)"

@@ -22,7 +22,7 @@ from clustertrain.report import eta
 from clustertrain.report.event_text import format_event
 from clustertrain.report.progress import last_lines, read_tail
 from clustertrain.report.top.history import BusyHistory, History, LossHistory
-from clustertrain.run import events, heartbeat, json_files, metrics_file
+from clustertrain.run import events, heartbeat, json_files, metrics_file, state
 from clustertrain.run.events import Event
 from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
 from clustertrain.run.run_spec import load_spec
@@ -103,6 +103,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str | None = None
     backend: str | None = None
     state: str | None = None
+    cancelling: bool = False
+    """The run is cancelled, and its job has not ended yet."""
     attempt: int | None = None
     step: int | None = None
     total_steps: int | None = None
@@ -148,7 +150,7 @@ class RunMonitor:
         frame = RunView(t=now, run=self._run.id, telemetry=self._telemetry, scheduler_error=error)
         if status is not None:
             frame = _with_status(frame, status, error)
-        is_running = status is None or status.state == "running"
+        is_running = status is None or status.state == state.RUNNING
         return frame if self._attempt_files is None else self._attempt_files.extend_view(frame, now, is_running)
 
     def history(self) -> History:
@@ -181,6 +183,7 @@ def _with_status(frame: RunView, status: RunStatus, error: str | None) -> RunVie
         job_id=status.job_id,
         backend=status.backend,
         state=status.state,
+        cancelling=status.is_cancelling,
         step=status.step,
         total_steps=status.total_steps,
         goodput=status.goodput.ratio,

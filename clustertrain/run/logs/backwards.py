@@ -29,7 +29,7 @@ class LastLines(NamedTuple):
 
     start: int
     """Offset of the first of them; the end of the file if there are none."""
-    count: int
+    found: int
     """How many there are, at most the requested number."""
 
 
@@ -112,9 +112,10 @@ def _parse_time(line: bytes, latest: float) -> float | None:
                 moment = datetime.datetime.fromisoformat(moment.isoformat() + zone_text)
             return moment.timestamp()
         if found := _GLOG.match(head):
-            month, day, *clock = (int(n) for n in found.groups())
+            month, day, hour, minute, second = (int(n) for n in found.groups())
             year = datetime.datetime.fromtimestamp(latest).year
-            moments = [datetime.datetime(y, month, day, *clock).timestamp() for y in (year, year - 1)]
+            in_year = datetime.datetime(year, month, day, hour, minute, second)
+            moments = (in_year.timestamp(), in_year.replace(year=year - 1).timestamp())
             return next((t for t in moments if t <= latest), None)
         if found := _CLOCK.match(head):
             today = datetime.datetime.fromtimestamp(latest).replace(microsecond=0)

@@ -56,7 +56,7 @@ def classify_failure(error: BaseException) -> FailureKind:
             return "out_of_memory"
         if any(phrase in message for phrase in _COMMUNICATION_MESSAGES):
             return "communication"
-    return "user_error"
+    return "error"
 
 
 def is_killed_dataloader_worker(error: BaseException) -> bool:

@@ -241,7 +241,7 @@ def check_ending(fault: Fault, ranks: Ranks, codes: list[int]) -> None:
             raise Broken(f"rank {rank} died of signal {-code}:\n{ranks.logs()}")
     for result in ranks.results():
         category, message = result["kind"], (result["error"] or {}).get("message", "")
-        if category == "user_error":
+        if category == "error":
             raise Broken(f"an unexplained error: {result['error']['traceback']}")
         if fault.kind == "disk" and result["ending"] == "failed" and "was not saved" not in message:
             raise Broken(f"the error does not say that the save failed: {message}")

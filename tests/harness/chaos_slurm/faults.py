@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from clustertrain.run.endings import (
     CANCELLED,
     COMMUNICATION,
+    FAILED,
     HANG,
     NODE_FAILURE,
     PREEMPTED,
     SIGNAL,
     TIME_LIMIT,
     UNKNOWN,
-    USER_ERROR,
 )
 from tests.harness.chaos_slurm import actions
 from tests.harness.chaos_slurm.actions import DURING, Fault, Injection
@@ -63,7 +63,7 @@ _DIED = _endings(UNKNOWN, COMMUNICATION)
 # Slurm reports a node failure for a job that lost its node; peers may see the broken connection earlier.
 _NODE = _endings(NODE_FAILURE, COMMUNICATION, HANG, UNKNOWN)
 # A checkpoint on a full disk ends the run with an error that names the fix.
-_FULL = _endings(UNKNOWN, USER_ERROR)
+_FULL = _endings(UNKNOWN, FAILED)
 
 MENU: dict[str, Kind] = {
     "kill rank": Kind(4, actions.kill_rank, _DIED),

@@ -77,8 +77,8 @@ def test_rank_of_second_node() -> None:
 @pytest.mark.parametrize(
     ("program", "kind", "text"),
     [
-        ("raise ValueError('a is 0')", "user_error", "ValueError: a is 0"),
-        ("import sys; sys.exit('[rank0]: Traceback\\n[rank0]: KeyError: 3')", "user_error", "KeyError: 3"),
+        ("raise ValueError('a is 0')", "error", "ValueError: a is 0"),
+        ("import sys; sys.exit('[rank0]: Traceback\\n[rank0]: KeyError: 3')", "error", "KeyError: 3"),
         ("import os; os._exit(3)", "exited", "exit code 3"),
         ("import os; os.kill(os.getpid(), 9)", "killed", "SIGKILL"),
         ("import os; os.kill(os.getpid(), 11)", "crashed", "SIGSEGV"),

@@ -37,9 +37,9 @@ def test_kind_of_a_torchrun_failure_comes_from_its_log(tail: str | None, kind: s
 
 
 def test_rank_record_outweighs_the_torchrun_log() -> None:
-    records = {0: failed_record(0, "user_error", ErrorInfo(type="ValueError", message="no"))}
+    records = {0: failed_record(0, "error", ErrorInfo(type="ValueError", message="no"))}
     result = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=PORT_TAKEN))
-    assert result.kind == "user_error"
+    assert result.kind == "error"
     assert result.message == "rank 0 on a: ValueError: no"
 
 
@@ -70,11 +70,11 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError
     [
         (None, "rank 1 on a: SIGSEGV: the stacks of its threads are at the end of logs/rank-1.log"),
         ("communication", "rank 1 on a: SIGSEGV: the stacks of its threads are at the end of logs/rank-1.log"),
-        ("user_error", "rank 0 on a: E: detail"),
+        ("error", "rank 0 on a: E: detail"),
     ],
     ids=["no-record", "communication", "user-error"],
 )
-def test_crash_outweighs_communication_errors_but_not_user_errors(peer: FailureKind | None, message: str) -> None:
+def test_crash_outweighs_communication_errors_but_not_errors(peer: FailureKind | None, message: str) -> None:
     records = {0: failed_record(0, peer, ErrorInfo(type="E", message="detail"))} if peer is not None else {}
     result = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=CRASHED))
     assert (result.ending, result.message) == ("failed", message)
@@ -110,7 +110,7 @@ def test_torchrun_that_the_agent_ended_is_not_the_cause() -> None:
 
 
 def test_failed_rank_outweighs_a_killed_torchrun() -> None:
-    failed = failed_record(0, "user_error", ErrorInfo(type="E", message="detail"))
+    failed = failed_record(0, "error", ErrorInfo(type="E", message="detail"))
     assert (
         build_node_result("a", 0, [0, 1], {0: failed}, RankObservations(launcher_exit_code=-9)).message
         == "rank 0 on a: E: detail"
@@ -140,9 +140,9 @@ def test_exit_codes_of_ranks_without_a_record_are_distinguished() -> None:
     )
     # Rank 0 is not in torchrun's table, so it exited with 0.
     zero = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(-9)))
-    assert zero.kind == "user_error"
+    assert zero.kind == "error"
     assert zero.message is not None and "rank 0 on a: no result: ended with exit code 0 before" in zero.message
-    assert build_node_result("a", 0, [0], {}, RankObservations(launcher_exit_code=0)).kind == "user_error"
+    assert build_node_result("a", 0, [0], {}, RankObservations(launcher_exit_code=0)).kind == "error"
 
 
 def completed(rank: int, finished: bool) -> RankResult:

@@ -45,3 +45,19 @@ def test_run_on_another_machine_does_not_block_cancelling_others(
     assert {row["run"]: row["state"] for row in json.loads(out)} == {remote.id: "cancelling", local.id: "cancelling"}
     assert "runs on elsewhere" in err and f"repeat: clustertrain cancel {remote.id}\n" in err
     assert job.cancel_file.exists()
+
+
+def test_second_cancel_says_that_the_run_is_being_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = make_running_run(tmp_path, "near-abc234", "local-2", "")
+    monkeypatch.setattr(sys, "argv", ["clustertrain", "cancel", run.id])
+    assert main() == 0
+    assert capsys.readouterr() == (f"{run.id}: cancelling\n", "")
+    assert main() == 0
+    out, err = capsys.readouterr()
+    assert out == f"{run.id}: cancelling\n" and f"note: {run.id} was being cancelled already" in err
+    for command in ("status", "list"):
+        monkeypatch.setattr(sys, "argv", ["clustertrain", command])
+        assert main() == 0
+        assert "cancelling" in capsys.readouterr().out

@@ -163,7 +163,7 @@ def test_control_characters_do_not_reach_a_terminal(run: RunDir, call: Call, whe
     log = fsio.JsonlAppender(run.attempt(1).events_path("odd"))
     t = time.time() - 55
     if where == "events":
-        log.append({"t": t, "event": "ended", "ending": "user_error", "reason": HOSTILE, "last_step": 20})
+        log.append({"t": t, "event": "ended", "ending": "failed", "reason": HOSTILE, "last_step": 20})
         log.append({"t": t + 9, "event": "stopped", "reason": HOSTILE})
     elif where == "alert":
         log.append(

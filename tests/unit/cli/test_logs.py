@@ -139,7 +139,7 @@ def test_errors_begin_with_the_rank_that_explains_the_others(run: RunDir) -> Non
     lost = {"type": "DistBackendError", "message": "peer is gone", "traceback": "Traceback\n  gone\n"}
     run.attempt(1).results.mkdir()
     cause = {"type": "ValueError", "message": "no column \x1b[31m", "traceback": "Traceback\n  line 3\nValueError\n"}
-    for node, rank, kind, error in (("a", 0, "communication", lost), ("b", 1, "user_error", cause)):
+    for node, rank, kind, error in (("a", 0, "communication", lost), ("b", 1, "error", cause)):
         rank_result = {"rank": rank, "ending": "failed", "kind": kind, "error": error}
         result = {"node": node, "ending": "failed", "kind": kind, "ranks": [rank_result]}
         fsio.write_json(run.attempt(1).result_path(node), result)

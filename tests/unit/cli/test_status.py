@@ -48,14 +48,14 @@ def call(command: Command, *argv: str, columns: int = 80) -> Result:
 def end(run: RunDir) -> None:
     """Let rank 5 fail, and end the job."""
     error = {"type": "ValueError", "message": "no column", "traceback": "Traceback\n  line 3\nValueError: no column\n"}
-    rank = {"rank": 5, "ending": "failed", "kind": "user_error", "error": error}
+    rank = {"rank": 5, "ending": "failed", "kind": "error", "error": error}
     run.attempt(1).results.mkdir()
     fsio.write_json(
-        run.attempt(1).result_path("b"), {"node": "b", "ending": "failed", "kind": "user_error", "ranks": [rank]}
+        run.attempt(1).result_path("b"), {"node": "b", "ending": "failed", "kind": "error", "ranks": [rank]}
     )
     log = fsio.JsonlAppender(run.attempt(1).events_path("batch"))
     reason = "rank 5 on b: ValueError: no column"
-    log.append({"t": NOW, "event": "ended", "ending": "user_error", "reason": reason})
+    log.append({"t": NOW, "event": "ended", "ending": "failed", "reason": reason})
     log.append({"t": NOW, "event": "stopped", "reason": reason})
     log.close()
     live_runs.create_job("local-1", run, state="FAILED")

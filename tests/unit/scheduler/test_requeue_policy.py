@@ -58,7 +58,7 @@ COMPLETED = {n: make_result("completed") for n in NODES}
         (make_evidence(STOPPED, end_time=1050.0, stop_requested_at=995.0), endings.TIME_LIMIT),
         # A failure while Slurm takes the job down counts as the preemption, whatever it looks like.
         (
-            make_evidence({"n1": make_result("failed", "user_error")}, view=PREEMPTED, stop_requested_at=995.0),
+            make_evidence({"n1": make_result("failed", "error")}, view=PREEMPTED, stop_requested_at=995.0),
             endings.PREEMPTED,
         ),
         (make_evidence({"n1": make_result("failed", "killed")}, out_of_time=True), endings.TIME_LIMIT),
@@ -101,16 +101,16 @@ COMPLETED = {n: make_result("completed") for n in NODES}
         # The rank that hung is killed after its peers time out. Only the peers know of the hang.
         (make_evidence({"n1": make_result("failed", "killed"), "n2": make_result("failed", "hang")}), endings.HANG),
         (
-            make_evidence({"n1": make_result("failed", "user_error"), "n2": make_result("failed", "hang")}),
-            endings.USER_ERROR,
+            make_evidence({"n1": make_result("failed", "error"), "n2": make_result("failed", "hang")}),
+            endings.FAILED,
         ),
         # A rank that raised explains its peers' broken collectives.
         (
-            make_evidence({"n1": make_result("failed", "user_error"), "n2": make_result("failed", "communication")}),
-            endings.USER_ERROR,
+            make_evidence({"n1": make_result("failed", "error"), "n2": make_result("failed", "communication")}),
+            endings.FAILED,
         ),
         (
-            make_evidence({"n1": make_result("failed", "out_of_memory"), "n2": make_result("failed", "user_error")}),
+            make_evidence({"n1": make_result("failed", "out_of_memory"), "n2": make_result("failed", "error")}),
             "out_of_memory",
         ),
         (
@@ -255,8 +255,8 @@ def action(ending: endings.Ending, history: list[Attempt], max_requeues: int = 5
     return decide(AttemptOutcome(ending, "…"), history, max_requeues).action
 
 
-def test_user_error_is_never_requeued() -> None:
-    assert action(endings.USER_ERROR, [attempt(1, endings.USER_ERROR)]) == "stop"
+def test_failed_attempt_is_never_requeued() -> None:
+    assert action(endings.FAILED, [attempt(1, endings.FAILED)]) == "stop"
 
 
 @pytest.mark.parametrize("ending", [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG, endings.OUT_OF_MEMORY])

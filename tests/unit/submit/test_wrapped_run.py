@@ -96,7 +96,7 @@ A = "a"
         ([(A, 0)], 1, ["completed"], 0),
         ([(A, 1), (A, 0)], 1, ["completed", "preempted"], 1),  # the second of two equal steps
         ([(A, 0)], 0, ["completed"], None),  # the script repeats the command
-        ([(A, 0)], 0, ["user_error"], 0),  # the script tries again
+        ([(A, 0)], 0, ["failed"], 0),  # the script tries again
         ([(A, 0)], 0, [None], None),  # two equal steps at a time
         ([("date-1", 0)], 1, ["preempted"], 0),  # $(date) in the command
         ([("date-1", 0), ("b", 0)], 1, ["preempted", "preempted"], None),

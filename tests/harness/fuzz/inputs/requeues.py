@@ -141,7 +141,7 @@ def _run(box: Sandbox, name: str, job_id: str, state: str) -> RunDir:
     (run.path / "job.sh").write_text("#!/bin/bash\n#SBATCH --time=1:00\n")
     log = fsio.JsonlAppender(attempt.events_path("batch"))
     if state in ("failed", "completed"):
-        log.append({"t": now - 50, "event": "ended", "ending": "user_error" if state == "failed" else "completed"})
+        log.append({"t": now - 50, "event": "ended", "ending": "failed" if state == "failed" else "completed"})
         log.append({"t": now - 50, "event": "stopped", "reason": "it broke"})
     elif state == "cancelled":
         fsio.write_json(run.cancel_marker, {"t": now - 50, "user": "x"})

@@ -194,7 +194,7 @@ def attempt(ending: str | None, *, trained_s: float = HOUR, **changes: Any) -> A
         ("out_of_memory", True, True),
         ("hang", True, True),
         ("communication", True, True),
-        ("user_error", True, True),
+        ("failed", True, True),
         ("node_failure", False, True),  # it only happened to save just before
         ("preempted", False, False),
         ("preempted", True, True),

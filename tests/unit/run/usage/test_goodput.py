@@ -217,7 +217,7 @@ def test_time_before_an_ended_run_is_continued_does_not_count(tmp_path: Path) ->
     history = History(tmp_path)
     first = history.attempt(1, 0.0)
     first.step(1, 5.0)
-    first.batch_event(5.0, "ended", ending="user_error")
+    first.batch_event(5.0, "ended", ending="failed")
     first.batch_event(5.5, "stopped", reason="it would fail again")
     first.write()
     history.run_event(86_400.0, "continued", user="me")

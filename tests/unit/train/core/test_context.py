@@ -62,8 +62,8 @@ def test_single_process_agrees_with_its_flag() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (ValueError("x"), "user_error"),
-        (FileNotFoundError("x"), "user_error"),
+        (ValueError("x"), "error"),
+        (FileNotFoundError("x"), "error"),
         (OSError(28, "No space left on device"), "environment"),
         (OSError(errno.EDQUOT, "x"), "environment"),
         (OSError(errno.EACCES, "x"), "environment"),
@@ -82,7 +82,7 @@ def test_single_process_agrees_with_its_flag() -> None:
         (dist.DistBackendError("NCCL error"), "communication"),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"), "hang"),
         (dist.DistBackendError("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"), "hang"),
-        (RuntimeError("shape mismatch"), "user_error"),
+        (RuntimeError("shape mismatch"), "error"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -107,7 +107,7 @@ def test_result_record(tmp_path: Path) -> None:
         "step": 7,
         "committed_step": 4,
         "exit_code": 1,
-        "kind": "user_error",
+        "kind": "error",
         "reason": None,
         "budget_spent": False,
         "ended_by_signal": False,

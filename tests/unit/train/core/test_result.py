@@ -53,13 +53,13 @@ def raise_from_none() -> None:
     [
         (raise_from_disk_full, "environment"),
         (raise_while_handling, "environment"),
-        (raise_from_none, "user_error"),
+        (raise_from_none, "error"),
         (lambda: _raise(RuntimeError("write(): fd 3 failed with No space left on device")), "environment"),
         # A DataLoader passes on a worker's error as text only.
         (lambda: _raise(OSError("Caught OSError in DataLoader worker process 0.\n[Errno 122] Disk quota exceeded")),
          "environment"),
         (lambda: _raise(RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")), "storage"),
-        (lambda: _raise(RuntimeError("shape mismatch")), "user_error"),
+        (lambda: _raise(RuntimeError("shape mismatch")), "error"),
     ],
     ids=[
         "raised-from", "raised-while-handling", "raised-from-none", "torch-write", "dataloader-quota",

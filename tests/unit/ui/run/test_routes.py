@@ -56,10 +56,8 @@ def test_failure_is_shown_with_its_last_lines(client: TestClient, run: RunDir) -
     attempt = run.attempt(1)
     attempt.results.mkdir()
     error = {"type": "ValueError", "message": HOSTILE, "traceback": f"Traceback\n  line 3\n{HOSTILE}\n"}
-    rank = {"rank": 3, "ending": "failed", "kind": "user_error", "error": error}
-    fsio.write_json(
-        attempt.result_path("n1"), {"node": "n1", "ending": "failed", "kind": "user_error", "ranks": [rank]}
-    )
+    rank = {"rank": 3, "ending": "failed", "kind": "error", "error": error}
+    fsio.write_json(attempt.result_path("n1"), {"node": "n1", "ending": "failed", "kind": "error", "ranks": [rank]})
     log = fsio.JsonlAppender(attempt.events_path("batch"))
     log.append({"t": clock.now(), "event": "ended", "ending": "failed", "reason": HOSTILE})
     log.append({"t": clock.now(), "event": "stopped", "reason": HOSTILE})
