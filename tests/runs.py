@@ -15,7 +15,9 @@ from unittest import mock
 
 from clustertrain import clock
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.report.status_json import status_json
+from clustertrain.report.documents.encode import to_document
+from clustertrain.report.documents.runs import RunList, build_run_entry
+from clustertrain.report.progress import Progress
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
 from clustertrain.scheduler.run_status import run_status
@@ -66,6 +68,14 @@ def write_recipe(folder: Path, *, steps: int = 60, every: int = 100_000, more: s
     return path
 
 
+def describe_status(run: RunDir) -> dict[str, Any]:
+    """Return the keys of ``list --json`` for a run, without reading its metrics."""
+    entry = build_run_entry(run_status(run), Progress())
+    document = to_document("list", RunList(runs=(entry,), unreadable=()))
+    status: dict[str, Any] = document["runs"][0]
+    return status
+
+
 class Run:
     """A submitted run, and the environment of its commands."""
 
@@ -85,7 +95,7 @@ class Run:
     def poll_status(self) -> dict[str, Any]:
         """Return the status without a new process, because polling would take a quarter of a core from the ranks."""
         with mock.patch.dict(os.environ, self.env, clear=True):
-            return status_json(run_status(RunDir(self.path)))
+            return describe_status(RunDir(self.path))
 
     def endings(self) -> list[str]:
         return [a["state"] for a in self.poll_status()["attempts"]]

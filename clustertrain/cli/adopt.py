@@ -6,7 +6,7 @@ import re
 import shutil
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +16,7 @@ from clustertrain.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from clustertrain.report.documents import submissions as documents
     from clustertrain.submit.adopt.adoption import Adoption
     from clustertrain.submit.adopt.outcomes import Outcome
 
@@ -51,7 +52,7 @@ def adopt(script: str, name: str | None, force: bool, as_json: bool) -> None:
     adoption = adopt_script(read_script(Path(script), script), script, profile_name, Path.cwd())
     path = _store(adoption, force) if name is not None and adoption.profile else None
     if as_json:
-        print_json(_to_json(adoption, path))
+        print_json("adopt", _build_document(adoption, path))
     else:
         _print(adoption, path, is_asked=name is not None)
 
@@ -82,18 +83,20 @@ def _store(adoption: Adoption, force: bool) -> Path:
     return path
 
 
-def _to_json(adoption: Adoption, path: Path | None) -> dict[str, Any]:
-    return {
-        "script": adoption.script,
-        "lines": [outcome for outcome in adoption.outcomes if outcome.outcome != "decide"],
-        "decide": [{"line": q.line, "text": q.text, "detail": q.detail} for q in adoption.questions],
-        "name": adoption.profile_name,
-        "profile": adoption.profile,
-        "profile_text": adoption.profile_text,
-        "path": str(path) if path else None,
-        "submit": adoption.submit,
-        "argv": list(adoption.argv),
-    }
+def _build_document(adoption: Adoption, path: Path | None) -> documents.Adoption:
+    from clustertrain.report.documents import submissions as documents
+
+    return documents.Adoption(
+        script=adoption.script,
+        lines=tuple(outcome for outcome in adoption.outcomes if outcome.outcome != "decide"),
+        decide=tuple(documents.Question(line=q.line, text=q.text, detail=q.detail) for q in adoption.questions),
+        name=adoption.profile_name,
+        profile=adoption.profile,
+        profile_text=adoption.profile_text,
+        path=str(path) if path else None,
+        submit=adoption.submit,
+        argv=adoption.argv,
+    )
 
 
 def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,9 @@ from clustertrain.cli.common import find_run, json_option, print_json, required_
 from clustertrain.cli.progress import ProgressBar
 from clustertrain.config.checks.storage_paths import is_url
 from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, CheckpointError, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from clustertrain.report.documents.checkpoints import VerifiedCheckpoint
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint.  [default: see above]")
 
@@ -121,7 +124,9 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
     else:
         rows = inspect.list_checkpoints(location.root, verify=verify, step=location.step)
     if as_json:
-        print_json(rows)
+        from clustertrain.report.documents.checkpoints import build_list
+
+        print_json("checkpoint-list", build_list(location.label, rows))
         return
     if not rows:
         click.echo(f"no checkpoints in {location.root}", err=True)
@@ -147,24 +152,32 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
     for folder in (
         [selected] if is_single else [p for p in rollback.list_valid_folders(location.root) if has_commit_marker(p)]
     ):
-        row: dict[str, Any] = {"step": parse_step(folder), "path": str(folder), "verified": None, "damage": None}
-        reasons: list[str] = []
-        try:
-            with ProgressBar(f"step {row['step']}") as bar:
-                reasons = inspect.find_damage(folder, bar)
-            row.update(verified=not reasons, damage="; ".join(reasons) or None)
-        except CheckpointError as e:  # unreadable, but not known to be damaged
-            row["unreadable"] = e.message
-            reasons = [str(e)]
+        row, reasons = _verify(folder)
         rows.append(row)
         if not as_json:
-            outcome = "UNREADABLE" if row["verified"] is None else "ok" if row["verified"] else "DAMAGED"
-            click.echo(f"step {row['step']}: {outcome}")
+            outcome = "UNREADABLE" if row.verified is None else "ok" if row.verified else "DAMAGED"
+            click.echo(f"step {row.step}: {outcome}")
         for reason in reasons:
             click.echo(f"clustertrain: {reason}", err=True)
     if as_json:
-        print_json({"run": location.label, "checkpoints": rows})
-    return EXIT_SUCCESS if all(r["verified"] for r in rows) else EXIT_FAILED
+        from clustertrain.report.documents.checkpoints import VerifiedCheckpoints
+
+        print_json("checkpoint-verify", VerifiedCheckpoints(run=location.label, checkpoints=tuple(rows)))
+    return EXIT_SUCCESS if all(r.verified for r in rows) else EXIT_FAILED
+
+
+def _verify(folder: Folder) -> tuple[VerifiedCheckpoint, list[str]]:
+    """Read every byte of a checkpoint. Return the result, and what is wrong."""
+    from clustertrain.report.documents.checkpoints import VerifiedCheckpoint
+
+    step = parse_step(folder)
+    try:
+        with ProgressBar(f"step {step}") as bar:
+            reasons = inspect.find_damage(folder, bar)
+    except CheckpointError as e:  # unreadable, but not known to be damaged
+        return VerifiedCheckpoint(step=step, path=str(folder), verified=None, unreadable=e.message), [str(e)]
+    damage = "; ".join(reasons) or None
+    return VerifiedCheckpoint(step=step, path=str(folder), verified=not reasons, damage=damage), reasons
 
 
 @checkpoint.command(short_help="Hash the tensors, independent of the layout that saved them.")
@@ -190,7 +203,10 @@ def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
     with ProgressBar("digest") as bar:
         value = inspect.digest(folder, kinds, bar)
     if as_json:
-        print_json({"run": location.label, "step": parse_step(folder), "contents": kind, "digest": value})
+        from clustertrain.report.documents.checkpoints import CheckpointDigest
+
+        step = parse_step(folder)
+        print_json("checkpoint-digest", CheckpointDigest(run=location.label, step=step, contents=kind, digest=value))
     else:
         click.echo(value)
 
@@ -215,10 +231,14 @@ def diff(a: str, b: str, whole: bool, as_json: bool) -> int:
     if as_json:
         import msgspec
 
-        sides = [
-            {"run": p.label, "step": parse_step(f), "path": str(f)} for p, f in zip(locations, folders, strict=True)
-        ]
-        print_json({"a": sides[0], "b": sides[1], **msgspec.structs.asdict(comparison)})
+        from clustertrain.report.documents.checkpoints import CheckpointComparison, ComparedCheckpoint
+
+        first, second = (
+            ComparedCheckpoint(run=p.label, step=parse_step(f), path=str(f))
+            for p, f in zip(locations, folders, strict=True)
+        )
+        document = CheckpointComparison(a=first, b=second, **msgspec.structs.asdict(comparison))
+        print_json("checkpoint-diff", document)
     else:
         from clustertrain.report.checkpoint import render_diff
         from clustertrain.report.terminal import emit, make_console
@@ -307,7 +327,10 @@ def export(
     with ProgressBar("exported") as bar:
         result = export_checkpoint(request, bar)
     if as_json:
-        print_json({"run": location.label, **asdict(result), "path": str(result.path)})
+        from clustertrain.report.documents.checkpoints import CheckpointExport
+
+        document = CheckpointExport(run=location.label, **{**asdict(result), "path": str(result.path)})
+        print_json("checkpoint-export", document)
         return
     from clustertrain.report.checkpoint import format_size
 
@@ -336,8 +359,10 @@ def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:
         )
     deleted = [str(p) for p in (inspect.list_prunable if dry_run else inspect.prune)(location.root, keep)]
     if as_json:
-        preview = {"would_delete": deleted} if dry_run else {}
-        print_json({"run": location.label, "deleted": [] if dry_run else deleted, **preview})
+        from clustertrain.report.documents.checkpoints import PrunedCheckpoints
+
+        folders = {"would_delete" if dry_run else "deleted": tuple(deleted)}
+        print_json("checkpoint-prune", PrunedCheckpoints(run=location.label, **folders))
         return
     for folder in deleted:
         click.echo(f"{'would delete' if dry_run else 'deleted'} {folder}")

@@ -12,6 +12,7 @@ from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.cluster.detect import DetectResult
+    from clustertrain.report.documents.clusters import DetectedProfile
 
 
 @click.group()
@@ -28,9 +29,12 @@ def list_(as_json: bool) -> None:
 
     profile_paths, default_name = list_profiles(), default_profile_name()
     if as_json:
-        print_json(
-            [{"name": n, "path": str(p), "default": n == default_name} for n, p in sorted(profile_paths.items())]
-        )
+        from clustertrain.report.documents.clusters import ProfileEntry, ProfileList
+
+        entries = [
+            ProfileEntry(name=n, path=str(p), default=n == default_name) for n, p in sorted(profile_paths.items())
+        ]
+        print_json("cluster-list", ProfileList(profiles=tuple(entries)))
         return
     if not profile_paths:
         click.echo(f"no cluster profile in {' or '.join(map(str, settings.profile_folders()))}")
@@ -54,13 +58,16 @@ def show(name: str, as_json: bool) -> None:
         raise UsageError(
             "cluster show: the name of the profile is empty", fix="`clustertrain cluster list` lists the names"
         )
-    values = msgspec.to_builtins(load_profile(name))
+    profile = load_profile(name)
     path = list_profiles()[name]
     if as_json:
-        print_json({"name": name, "path": str(path), "profile": values})
+        from clustertrain.report.documents.clusters import Profile
+
+        print_json("cluster-show", Profile(name=name, path=str(path), profile=profile))
         return
     import tomli_w
 
+    values = msgspec.to_builtins(profile)
     click.echo(f"# {path}")
     for key in [key for key, value in values.items() if value is None]:
         click.echo(f"# {key}: unknown")
@@ -101,27 +108,29 @@ def detect(dry_run: bool, as_json: bool, **options: Any) -> int:
     if should_write:
         profile_file.write(result.path, result.merged.text)
     if as_json:
-        print_json(_to_json(result, should_write))
+        print_json("cluster-detect", _build_document(result, should_write))
     else:
         _print_result(result, dry_run)
     return 1 if result.bench_result.failures else 0
 
 
-def _to_json(result: DetectResult, written: bool) -> dict[str, Any]:
-    return {
-        "name": result.name,
-        "path": str(result.path),
-        "written": written,
-        "changed": list(result.merged.written),
-        "detected": {
-            key: {"value": entry.value, "source": entry.source} for key, entry in result.detected.keys.items()
+def _build_document(result: DetectResult, written: bool) -> DetectedProfile:
+    from clustertrain.report.documents.clusters import DetectedKey, DetectedProfile, ProfileConflict
+
+    return DetectedProfile(
+        name=result.name,
+        path=str(result.path),
+        written=written,
+        changed=tuple(result.merged.written),
+        detected={
+            key: DetectedKey(value=entry.value, source=entry.source) for key, entry in result.detected.keys.items()
         },
-        "conflicts": {k.key: {"profile": k.in_profile, "detected": k.detected} for k in result.merged.conflicts},
-        "measured": result.bench_result.measured,
-        "notes": [*result.detected.notes, *result.bench_result.notes],
-        "failures": list(result.bench_result.failures),
-        "profile": result.profile,
-    }
+        conflicts={k.key: ProfileConflict(profile=k.in_profile, detected=k.detected) for k in result.merged.conflicts},
+        measured=result.bench_result.measured,
+        notes=(*result.detected.notes, *result.bench_result.notes),
+        failures=tuple(result.bench_result.failures),
+        profile=result.profile,
+    )
 
 
 def _print_result(result: DetectResult, dry_run: bool) -> None:

@@ -126,16 +126,25 @@ def _find_runs_of_any_user(name: str, not_found: NotFound) -> list[RunDir]:
     return list_sweep_runs(folder) or [open_run(folder)]
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON document, with keys in the order of the struct."""
+def print_json(name: str, value: Any) -> None:
+    """Print a struct as the JSON document ``name`` of :mod:`clustertrain.report.documents.registry`."""
+    from clustertrain.report.documents.encode import to_document
+
+    print_formatted(to_document(name, value))
+
+
+def print_json_line(name: str, value: Any) -> None:
+    """Print a struct as the JSON document ``name``, on one line."""
+    from clustertrain.report.documents.encode import to_document
+
+    _print_document(_encode(to_document(name, value)))
+
+
+def print_formatted(value: Any) -> None:
+    """Print JSON that is not a document of clustertrain, such as a JSON Schema, with keys in their order."""
     import msgspec
 
     _print_document(msgspec.json.format(_encode(value), indent=2))
-
-
-def print_json_line(value: Any) -> None:
-    """Print one JSON document on one line."""
-    _print_document(_encode(value))
 
 
 def _print_document(document: bytes) -> None:

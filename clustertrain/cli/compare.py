@@ -40,7 +40,7 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
 
         click.echo(f"{html}: {write(result, Path(html)) / 1e3:,.0f} kB", err=True)
     if as_json:
-        print_json(result)
+        print_json("compare", result)
     elif html is None:
         from clustertrain.report.runs import compare_text
         from clustertrain.report.terminal import make_console

@@ -75,9 +75,12 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
     )
     tokens = sum(shard.tokens or 0 for shard in index.shards)
     if as_json:
-        print_json(
-            {"folder": str(folder), "shards": len(index.shards), "tokens": tokens, "max_token_id": index.max_token_id}
+        from clustertrain.report.documents.tools import TokenShards
+
+        shards = TokenShards(
+            folder=str(folder), shards=len(index.shards), tokens=tokens, max_token_id=index.max_token_id
         )
+        print_json("data-tokenize", shards)
         return
     click.echo(
         f"{folder}: {tokens:,} tokens in {len(index.shards)} shard{'s' if len(index.shards) != 1 else ''} of "

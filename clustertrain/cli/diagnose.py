@@ -69,7 +69,13 @@ def diagnose(
     if plot is not None:
         plots.write(plot, result.checks)
     if as_json:
-        print_json(result.to_dict())
+        from clustertrain.report.documents.tools import CheckResult, Diagnosis
+
+        rows = tuple(CheckResult(**{n: getattr(c, n) for n in CheckResult.__struct_fields__}) for c in result.checks)
+        print_json(
+            "diagnose",
+            Diagnosis(recipe=result.recipe, device=result.device, checks=rows, verdict=result.verdict),
+        )
     else:
         terminal.show_summary(console, result)
     return EXIT_FAILED if result.verdict == "fail" else 0
@@ -79,7 +85,9 @@ def _list_checks(*, as_json: bool) -> None:
     from clustertrain.diagnose.registry import ALL, CHECKS
 
     if as_json:
-        print_json({"checks": CHECKS})
+        from clustertrain.report.documents.tools import CheckNames
+
+        print_json("diagnose-checks", CheckNames(checks=dict(CHECKS)))
         return
     width = max(map(len, CHECKS))
     for name, text in {**CHECKS, ALL: "All of these, in this order (the default)."}.items():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clustertrain.agent.micro_batch_search import MicroBatchSearchResult
-    from clustertrain.plan.search.micro_batch import Trial
+    from clustertrain.report.documents.plans import MicroBatchSearch
     from clustertrain.submit.prepared_run import PreparedRun
 
 
@@ -23,7 +23,7 @@ def report_micro_batch_search(prepared: PreparedRun, *, as_json: bool) -> int:
 
     result = find_micro_batch(prepared, lambda line: click.echo(line, err=True))
     if as_json:
-        print_json(_to_json(result))
+        print_json("plan-find-micro-batch", _build_document(result))
     elif result.trials:
         _show(result)
     if result.error is not None:
@@ -41,19 +41,19 @@ def _no_fit_message(result: MicroBatchSearchResult) -> str:
     return f"micro_batch {result.trials[0].micro_batch} does not fit"
 
 
-def _to_json(result: MicroBatchSearchResult) -> dict[str, object]:
+def _build_document(result: MicroBatchSearchResult) -> MicroBatchSearch:
+    import msgspec
+
+    from clustertrain.report.documents.plans import MicroBatchSearch, TrialEntry
+
     best = result.recommended
-    return {
-        "recommended": best.micro_batch if best else None,
-        "assignment": f"train.micro_batch={best.micro_batch}" if best else None,
-        "represents": result.description,
-        "trials": [{"fits": t.fits, **_trial_fields(t)} for t in result.trials],
-        "error": result.error.message if result.error else None,
-    }
-
-
-def _trial_fields(trial: Trial) -> dict[str, object]:
-    return {f: getattr(trial, f) for f in trial.__struct_fields__}
+    return MicroBatchSearch(
+        recommended=best.micro_batch if best else None,
+        assignment=f"train.micro_batch={best.micro_batch}" if best else None,
+        represents=result.description,
+        trials=tuple(TrialEntry(fits=t.fits, **msgspec.structs.asdict(t)) for t in result.trials),
+        error=result.error.message if result.error else None,
+    )
 
 
 def _show(result: MicroBatchSearchResult) -> None:

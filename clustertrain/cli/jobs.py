@@ -53,10 +53,7 @@ def _log_event(run: RunDir, event: str, **fields: Any) -> None:
 @json_option
 def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) -> None:
     """List your runs, newest first."""
-    import msgspec
-
     from clustertrain.report.progress import Progress, load_progress
-    from clustertrain.report.status_json import status_json
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     statuses = run_statuses(_runs_of_recipe(recipe, same_as)[:limit])
@@ -65,12 +62,12 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
         Progress() if isinstance(x, Unreadable) else load_progress(x, now, with_failure=as_json) for x in statuses
     ]
     if as_json:
-        print_json(
-            [
-                _unreadable_json(x) if isinstance(x, Unreadable) else {**status_json(x), **msgspec.to_builtins(p)}
-                for x, p in zip(statuses, progress, strict=True)
-            ]
-        )
+        from clustertrain.report.documents import runs
+
+        pairs = list(zip(statuses, progress, strict=True))
+        entries = tuple(runs.build_run_entry(x, p) for x, p in pairs if not isinstance(x, Unreadable))
+        damaged = tuple(runs.build_unreadable(x) for x in statuses if isinstance(x, Unreadable))
+        print_json("list", runs.RunList(runs=entries, unreadable=damaged))
         return
     from rich.console import Group
     from rich.text import Text
@@ -109,10 +106,6 @@ def _runs_of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
     return matching
 
 
-def _unreadable_json(row: Any) -> dict[str, Any]:
-    return {"run": row.run.id, "state": None, "error": row.error}
-
-
 @click.command()
 @run_argument
 @click.option("--watch", "follow", is_flag=True, help="Refresh every 5 s until the run ends; Ctrl-C stops watching.")
@@ -120,19 +113,17 @@ def _unreadable_json(row: Any) -> dict[str, Any]:
 def status(name: str, follow: bool, as_json: bool) -> int:
     """Show the progress, loss and attempts of RUN, why it failed, its predicted and measured speed, and where the time
     went."""
-    import msgspec
-
     from clustertrain.report import plan_vs_measured
     from clustertrain.report.progress import load_progress
-    from clustertrain.report.status_json import status_json
     from clustertrain.scheduler.run_status import run_status
 
     run = find_run(name)
     if as_json and not follow:
+        from clustertrain.report.documents.runs import build_status
+
         with explain_permission_errors():
-            current = run_status(run)
-            document = {**status_json(current), **msgspec.to_builtins(load_progress(current, clock.now()))}
-            print_json({**document, "prediction": msgspec.to_builtins(plan_vs_measured.compare_run(run))})
+            document = build_status(run_status(run))
+        print_json("status", document)
         return 0
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
@@ -156,20 +147,23 @@ def status(name: str, follow: bool, as_json: bool) -> int:
     return 0
 
 
-def wait_for(runs: Sequence[RunDir], name: str) -> int:
+def wait_for(runs: Sequence[RunDir], name: str, *, as_json: bool = False) -> int:
     """Block until all runs have ended. Ctrl-C stops the waiting, not the runs.
 
     Args:
         runs: the runs to wait for.
         name: how the user named them together.
+        as_json: print the document ``wait`` at the end.
 
     Returns:
         The exit code: 0 only if all runs completed.
     """
+    from clustertrain.report.documents.runs import EndedRun, EndedRuns
     from clustertrain.run import state
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
-    poll_s, remaining, all_completed = MIN_POLL_S, list(runs), True
+    poll_s, remaining = MIN_POLL_S, list(runs)
+    ended: list[EndedRun] = []
     try:
         while True:
             for current in run_statuses(remaining):
@@ -177,10 +171,12 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
                     raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
                 if current.is_final:
                     click.echo(": ".join(filter(None, (current.run.id, current.state, current.end_reason))), err=True)
-                    all_completed &= current.state == state.COMPLETED
+                    ended.append(EndedRun(run=current.run.id, state=current.state, reason=current.end_reason or None))
                     remaining.remove(current.run)
             if not remaining:
-                return 0 if all_completed else 1
+                if as_json:
+                    print_json("wait", EndedRuns(runs=tuple(ended)))
+                return 0 if all(run.state == state.COMPLETED for run in ended) else 1
             clock.sleep(poll_s)
             poll_s = min(poll_s * 1.5, MAX_POLL_S)
     except KeyboardInterrupt:
@@ -190,13 +186,14 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
 
 @click.command()
 @click.argument("names", metavar="[RUN]…", nargs=-1, shell_complete=complete_runs)
-def wait(names: tuple[str, ...]) -> int:
+@json_option
+def wait(names: tuple[str, ...], as_json: bool) -> int:
     """Wait until all given runs have ended. Exit code 0 only if all completed; Ctrl-C stops the waiting, not the runs.
 
     A sweep stands for all its runs.
     """
     runs = find_runs(names or ("latest",))
-    return wait_for(runs, runs[0].id if len(runs) == 1 else " ".join(names))
+    return wait_for(runs, runs[0].id if len(runs) == 1 else " ".join(names), as_json=as_json)
 
 
 @click.command()
@@ -238,8 +235,10 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
         for s in readable_statuses
     }
     if as_json:
-        rows = [{"run": s.run.id, "job_id": s.job_id, "state": states[s.run]} for s in readable_statuses]
-        print_json(rows[0] if len(rows) == 1 else rows)
+        from clustertrain.report.documents.runs import CancelledRun, CancelledRuns
+
+        rows = tuple(CancelledRun(run=s.run.id, job_id=s.job_id, state=states[s.run]) for s in readable_statuses)
+        print_json("cancel", CancelledRuns(runs=rows))
         return
     for current in active:
         click.echo(f"{current.run.id}: {states[current.run]}")
@@ -387,6 +386,8 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
             _log_event(run, "continued", job_id=job_id, options=overrides)
             continuation.record_job(job_id)
     if as_json:
-        print_json({"run": run.id, "job_id": job_id, "state": "requeued"})
+        from clustertrain.report.documents.runs import RequeuedRun
+
+        print_json("requeue", RequeuedRun(run=run.id, job_id=job_id, state="requeued"))
     else:
         click.echo(f"{run.id}: requeued (job {job_id})")

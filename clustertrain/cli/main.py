@@ -64,6 +64,7 @@ COMMANDS = {
     "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
     "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
+    "schema": ("clustertrain.cli.schema:schema", "Print the JSON Schema of a --json document."),
     "version": ("clustertrain.cli.version:version", "Show the version; with -v, everything that a bug report needs."),
     "completion": (
         "clustertrain.cli.completion:completion",

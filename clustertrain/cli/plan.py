@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from clustertrain.plan.planner import Plan
+    from clustertrain.report.documents.plans import PlanOfSize
     from clustertrain.scheduler.registry import Purpose
     from clustertrain.submit.prepared_run import PreparedRun
     from clustertrain.submit.request import SubmitRequest
@@ -71,7 +72,7 @@ def plan(
 
         return report_micro_batch_search(prepared, as_json=as_json)
     if as_json:
-        print_json(prepared.plan)
+        print_json("plan", prepared.plan)
         return 0
     script = prepared.spec.script
     command = script.name if script is not None and script.command else ""
@@ -239,9 +240,11 @@ def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
             rows.insert(0, (size, None, str(e)))
     predicted = [(n, plan) for n, plan, _ in rows if plan is not None and plan.time.tokens_per_s_per_gpu]
     base_rate = predicted[0][1].time.tokens_per_s_per_gpu if predicted else None
-    entries = [_to_json(n, plan, reason, base_rate) for n, plan, reason in rows]
+    entries = [_build_entry(n, plan, reason, base_rate) for n, plan, reason in rows]
     if as_json:
-        print_json({"global_batch": batch, "sizes": entries})
+        from clustertrain.report.documents.plans import PlansBySize
+
+        print_json("plan-gpus-range", PlansBySize(global_batch=batch, sizes=tuple(entries)))
     else:
         print_table(entries, batch)
     return 0
@@ -280,21 +283,22 @@ def _with_gpus(request: SubmitRequest, size: int, gpus_per_node: int, batch: int
     )
 
 
-def _to_json(size: int, plan: Plan | None, reason: str, base_rate: float | None) -> dict[str, Any]:
+def _build_entry(size: int, plan: Plan | None, reason: str, base_rate: float | None) -> PlanOfSize:
+    from clustertrain.report.documents.plans import PlanOfSize
+
     if plan is None:
-        return {"gpus": size, "layout": None, "step_s": None, "tokens_per_s": None, "efficiency": None,
-                "peak_gib": None, "fits": None, "reason": reason}  # fmt: skip
+        return PlanOfSize(gpus=size, reason=reason)
     rate = plan.time.tokens_per_s_per_gpu
-    return {
-        "gpus": size,
-        "layout": plan.layout.describe(),
-        "step_s": plan.time.step_s,
-        "tokens_per_s": rate * size if rate else None,
-        "efficiency": rate / base_rate if rate and base_rate else None,
-        "peak_gib": plan.memory.peak_gib,
-        "fits": plan.memory.fits,
-        "reason": plan.suggested_changes,
-    }
+    return PlanOfSize(
+        gpus=size,
+        layout=plan.layout.describe(),
+        step_s=plan.time.step_s,
+        tokens_per_s=rate * size if rate else None,
+        efficiency=rate / base_rate if rate and base_rate else None,
+        peak_gib=plan.memory.peak_gib,
+        fits=plan.memory.fits,
+        reason=plan.suggested_changes,
+    )
 
 
 def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_json: bool) -> int:
@@ -303,7 +307,7 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
     Raises:
         ConfigError: the file is not a CSV table with the required columns, or ``out`` cannot be written.
     """
-    from clustertrain import fsio
+    from clustertrain import fsio, schema
     from clustertrain.plan.table import predict
 
     if out is not None and out.exists() and not out.is_file():
@@ -325,8 +329,13 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
         click.echo(text.getvalue(), nl=False)
     not_predicted = [number for number, p in enumerate(predictions, start=1) if p.tokens_per_s_per_gpu is None]
     if as_json:
-        cells = [dict(zip(predict.COLUMNS, p.values(), strict=True)) for p in predictions]
-        print_json({"rows": cells, "predicted": len(predictions) - len(not_predicted), "not_predicted": not_predicted})
+        from clustertrain.report.documents.plans import PredictedRow, PredictedTable
+
+        cells = tuple(
+            schema.convert(dict(zip(predict.COLUMNS, p.values(), strict=True)), PredictedRow) for p in predictions
+        )
+        n = len(predictions) - len(not_predicted)
+        print_json("plan-table", PredictedTable(rows=cells, predicted=n, not_predicted=tuple(not_predicted)))
     elif out is not None:
         skipped = (
             f"; not predicted: rows {', '.join(map(str, not_predicted[:10]))}{' …' if len(not_predicted) > 10 else ''}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clustertrain.cli.common import json_option, print_json
+from clustertrain.cli.common import json_option, print_formatted, print_json
 from clustertrain.cli.completion import complete_keys
 from clustertrain.errors import NotFound
 
@@ -41,7 +41,9 @@ def explain(key: str, as_json: bool) -> None:
         raise NotFound(f"a recipe has no key {name!r}", fix=did_you_mean(name, [*tables, *known], otherwise=[*tables]))
     keys = {name: found} if found is not None else {f"{name}.{k.name}": k for k in table.keys} if table else {}
     if as_json:
-        print_json([{"key": full, **_plain(k)} for full, k in keys.items()])
+        from clustertrain.report.documents.tools import RecipeKey, RecipeKeys
+
+        print_json("recipe-explain", RecipeKeys(keys=tuple(RecipeKey(key=n, **_plain(k)) for n, k in keys.items())))
         return
     console = make_console()
     width = min(console.width, 100)
@@ -62,7 +64,7 @@ def schema() -> None:
     clustertrain recipe schema > recipe.schema.json
     and as the first line of a recipe:  #:schema ./recipe.schema.json
     """
-    print_json(build_schema())
+    print_formatted(build_schema())
 
 
 def build_schema() -> dict[str, Any]:

@@ -64,8 +64,15 @@ def rm(
         for run, reason in late if not as_json else ():
             click.echo(f"{run.id}: kept: {reason}", err=True)
     if as_json:
-        rows = [{"run": run.id, "bytes": size, "deleted": run in deleted} for run, size in sizes.items()]
-        print_json(rows + [{"run": run.id, "deleted": False, "reason": reason} for run, reason in kept])
+        from clustertrain.report.documents.runs import DeletedRun, DeletedRuns
+
+        reasons_to_keep = dict(kept)
+        rows = [
+            DeletedRun(run=run.id, bytes=size, deleted=run in deleted, reason=reasons_to_keep.pop(run, None))
+            for run, size in sizes.items()
+        ]
+        rows += [DeletedRun(run=run.id, bytes=None, deleted=False, reason=why) for run, why in reasons_to_keep.items()]
+        print_json("rm", DeletedRuns(runs=tuple(rows)))
     return 0 if dry_run or len(deleted) == len(sizes) else 1
 
 

@@ -44,13 +44,16 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     for note in submitted.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
-        document = {
-            "run": submitted.run.id,
-            "job_id": submitted.job_id,
-            "backend": submitted.backend,
-            "state": submitted.state,
-        }
-        print_json({**document, "run_dir": str(submitted.run.path)})
+        from clustertrain.report.documents.submissions import SubmittedRun
+
+        document = SubmittedRun(
+            run=submitted.run.id,
+            job_id=submitted.job_id,
+            backend=submitted.backend,
+            state=submitted.state,
+            run_dir=str(submitted.run.path),
+        )
+        print_json("submit", document)
     else:
         click.echo(f"run {submitted.run.id}  job {submitted.job_id}")
         if sys.stdout.isatty() and not (wait or follow):
@@ -80,7 +83,9 @@ def _dry_run(request: SubmitRequest, as_json: bool) -> int:
     for line in (*format_training(preview.plan), *preview.plan.reasons, *preview.notes):
         click.echo(line, err=True)
     if as_json:
-        print_json({"script": preview.script, "plan": preview.plan})
+        from clustertrain.report.documents.submissions import SubmissionPreview
+
+        print_json("submit-dry-run", SubmissionPreview(script=preview.script, plan=preview.plan))
     else:
         click.echo(preview.script, nl=False)
     return 0

@@ -59,12 +59,20 @@ def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool,
     for note in result.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
-        rows = [
-            {"run": s.run.id, "job_id": s.job_id, "state": s.state, "run_dir": str(s.run.path), "values": values}
+        from clustertrain.report.documents.submissions import SubmittedSweep, SweepRun
+
+        runs = tuple(
+            SweepRun(run=s.run.id, job_id=s.job_id, state=s.state, run_dir=str(s.run.path), values=dict(values))
             for s, values in result.runs
-        ]
-        document = {"sweep": result.folder.name, "job_id": result.job_id, "backend": result.backend}
-        print_json({**document, "sweep_dir": str(result.folder), "runs": rows})
+        )
+        document = SubmittedSweep(
+            sweep=result.folder.name,
+            job_id=result.job_id,
+            backend=result.backend,
+            sweep_dir=str(result.folder),
+            runs=runs,
+        )
+        print_json("sweep", document)
     else:
         click.echo(f"sweep {result.folder.name}" + (f"  job {result.job_id}" if result.job_id else ""))
         for submitted, values in result.runs:
@@ -91,8 +99,12 @@ def _dry_run(request: SubmitRequest, grid: tuple[str, ...], at_once: int | None,
 
     preview = dry_run_sweep(request, grid, at_once)
     if as_json:
-        runs = [{"values": values, "script": run.script, "plan": run.plan} for run, values in preview.runs]
-        print_json({"script": preview.script, "runs": runs})
+        from clustertrain.report.documents.submissions import SweepPreview, SweepRunPreview
+
+        runs = tuple(
+            SweepRunPreview(values=dict(values), script=run.script, plan=run.plan) for run, values in preview.runs
+        )
+        print_json("sweep-dry-run", SweepPreview(script=preview.script, runs=runs))
         return 0
     first, _ = preview.runs[0]
     lines = [f"run {n}: {format_values(values)}" for n, (_, values) in enumerate(preview.runs)]
@@ -120,7 +132,7 @@ def show(name: str, watch: bool, as_json: bool) -> int:
     with explain_permission_errors():
         reader = SweepReader(_find_sweep(name))
         if as_json:
-            print_json(reader.read())
+            print_json("sweep-show", reader.read())
             return 0
         console = make_console(rows=True)
         if watch and not console.is_terminal:

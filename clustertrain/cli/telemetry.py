@@ -84,7 +84,7 @@ def telemetry(
         if html is not None:
             _write_page(run, summary, html)
     if as_json:
-        print_json(summary)
+        print_json("telemetry", summary)
     if as_json or html is not None:
         return
     from clustertrain.report.telemetry import show

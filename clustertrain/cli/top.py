@@ -90,9 +90,9 @@ def _print_json_frames(live: RunMonitor, once: bool, interval: float) -> int:
     while True:
         view = live.poll(wait=True)
         if once:
-            print_json(view)
+            print_json("top", view)
             return 0
-        print_json_line(view)
+        print_json_line("top", view)
         if view.state in state.FINAL:
             return 0
         clock.sleep(interval)

@@ -40,9 +40,10 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
             raise UsageError(f"{run.id}: its recipe names no tracker", fix="name one, for example --to tensorboard")
         outcomes = {tracker: _upload(run, tracker) for tracker in trackers}
     if as_json:
-        print_json(
-            {"run": run.id, "trackers": {t: {"step": step, "error": error} for t, (step, error) in outcomes.items()}}
-        )
+        from clustertrain.report.documents.tools import TrackedRun, TrackerUpload
+
+        uploads = {t: TrackerUpload(step=step, error=error) for t, (step, error) in outcomes.items()}
+        print_json("track", TrackedRun(run=run.id, trackers=uploads))
     else:
         for tracker, (step, error) in outcomes.items():
             click.echo(f"{tracker}: {error or ('up to step ' + str(step) if step >= 0 else 'no rows')}")

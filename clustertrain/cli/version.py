@@ -17,6 +17,8 @@ from clustertrain.errors import CommandFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from clustertrain.report.documents.tools import Versions
+
 _PACKAGES = (
     "torch", "torchsnapshot", "transformers", "lightning", "accelerate", "numpy", "pyarrow", "submitit", "nvidia-ml-py",
 )  # fmt: skip
@@ -27,28 +29,43 @@ _PACKAGES = (
 @json_option
 def version(verbose: bool, as_json: bool) -> None:
     """Show the version; with -v or --json, everything that a bug report needs."""
-    facts = {"clustertrain": _installed("clustertrain"), **(dict(_facts()) if verbose or as_json else {})}
     if as_json:
-        print_json(facts)
+        print_json("version", collect_versions())
         return
+    facts = {"clustertrain": _installed("clustertrain"), **(dict(_facts()) if verbose else {})}
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:{width}}  {'-' if value is None else value}")
 
 
 def _facts() -> Iterator[tuple[str, str | None]]:
+    """Yield the lines of ``version -v``, each with its name."""
+    versions = collect_versions()
+    for name in versions.__struct_fields__[1:]:
+        value = getattr(versions, name)
+        if name == "packages":
+            yield from value.items()
+        else:
+            yield name, None if value is None else str(value)
+
+
+def collect_versions() -> Versions:
+    """Return what a bug report needs."""
     from clustertrain import settings
     from clustertrain.config.cluster import default_profile_name
+    from clustertrain.report.documents.tools import Versions
 
-    yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "system", platform.platform()
-    yield "cpus", str(len(os.sched_getaffinity(0)))
-    for name in _PACKAGES:
-        yield name, _installed(name)
-    yield "slurm", _describe_slurm()
-    yield "gpus", _describe_gpus()
-    yield "home", str(settings.home())
-    yield "profile", default_profile_name() or None
+    return Versions(
+        clustertrain=_installed("clustertrain"),
+        python=f"{platform.python_version()} ({sys.executable})",
+        system=platform.platform(),
+        cpus=len(os.sched_getaffinity(0)),
+        packages={name: _installed(name) for name in _PACKAGES},
+        slurm=_describe_slurm(),
+        gpus=_describe_gpus(),
+        home=str(settings.home()),
+        profile=default_profile_name() or None,
+    )
 
 
 def _installed(package: str) -> str | None:

@@ -48,11 +48,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     """The worst verdict of ``checks``."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the --json document, without plots and rows, which repeat the evidence for human readers."""
-        checks = [{n: getattr(c, n) for n in ("check", "verdict", "evidence", "text", "fix")} for c in self.checks]
-        return {"recipe": self.recipe, "device": self.device, "checks": checks, "verdict": self.verdict}
-
 
 def prepare_diagnosis(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] = os.environ) -> PreparedRun:
     """Plan ``recipe`` with ``assignments`` for one process on this machine.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
+from clustertrain.report.documents.plans import PlanOfSize
 from clustertrain.report.terminal import emit, make_console
 
 
-def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
+def print_table(rows: Sequence[PlanOfSize], global_batch: int) -> None:
     """Print one line per number of GPUs."""
     table = Table.grid(padding=(0, 2))
     for justify in ("right", "left", "right", "right", "right", "right"):
@@ -18,12 +18,12 @@ def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
     table.add_row("GPUs", "layout", "s/step", "tokens/s", "efficiency", "GiB per rank")
     for row in rows:
         table.add_row(
-            str(row["gpus"]),
-            (row["layout"] or "") + (f" ({row['reason']})" if row["reason"] else ""),
-            _format_number(row["step_s"], ".3g"),
-            _format_number(row["tokens_per_s"], ",.0f"),
-            _format_number(row["efficiency"], ".0%"),
-            _format_number(row["peak_gib"], ".1f") + ("" if row["fits"] is not False else ", DOES NOT FIT"),
+            str(row.gpus),
+            (row.layout or "") + (f" ({row.reason})" if row.reason else ""),
+            _format_number(row.step_s, ".3g"),
+            _format_number(row.tokens_per_s, ",.0f"),
+            _format_number(row.efficiency, ".0%"),
+            _format_number(row.peak_gib, ".1f") + ("" if row.fits is not False else ", DOES NOT FIT"),
         )
     title = f"global batch {global_batch} at every size; efficiency relative to the first row"
     emit(make_console(), title, table)

@@ -1,4 +1,7 @@
-"""Schema of ``clustertrain telemetry --json``; scripts rely on these names. Ratios are 0-1, times UTC epoch seconds."""
+"""Schema of ``clustertrain telemetry --json``; scripts rely on these names. Ratios are 0-1, times UTC epoch seconds.
+
+Points in time have other keys in the JSON: ``start`` is ``start_unix_s`` (``report/documents/encode.py``).
+"""
 
 from __future__ import annotations
 

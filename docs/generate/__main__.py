@@ -7,6 +7,9 @@ from docs.generate.pages import PAGES, REFERENCE
 
 def main() -> None:
     """Write all pages."""
+    (REFERENCE / "json").mkdir(exist_ok=True)
+    for path in (REFERENCE / "json").glob("*.json"):
+        path.unlink()  # of a document that there is no longer
     for name, render in PAGES.items():
         (REFERENCE / name).write_text(render())
 

@@ -32,7 +32,7 @@ def render() -> str:
         f"{_HEADER}\n# Command line",
         "RUN is a run id or a unique prefix of one, a job id (`123_4` for a task of an array), or `latest`. `latest` "
         "is the default except for commands that cannot be undone or start something. Every reporting command accepts "
-        "`--json`: one document on standard output, with units in the names of the keys.",
+        "`--json`: one [document](json.md) on standard output, with units in the names of the keys.",
         _EXIT_CODES.rstrip(),
     ]
     with click.Context(cli, info_name="clustertrain") as root:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import commands, configuration, events, python_api, states
+from docs.generate import commands, configuration, documents, events, python_api, states
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -15,4 +15,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "python-api.md": python_api.render,
     "events.md": events.render,
     "states.md": states.render,
+    "json.md": documents.render,
+    **documents.SCHEMA_FILES,
 }

@@ -232,7 +232,7 @@ def test_manual_requeue_changes_time_limit(submitted: Callable[..., Run], tmp_pa
     run.wait_for_step(6, attempt=2)
     assert run.endings() == ["preempted", "running"]
     deadline = fsio.read_json(run.path / "attempts" / "2" / "deadline.json")
-    assert deadline["end_time"] - run.status()["attempts"][1]["start"] == pytest.approx(7200, abs=10)
+    assert deadline["end_time"] - run.status()["attempts"][1]["start_unix_s"] == pytest.approx(7200, abs=10)
 
 
 def test_max_requeues_0_ends_run_at_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:

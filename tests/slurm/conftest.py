@@ -156,7 +156,7 @@ def preempt(cluster: Cluster) -> Callable[[Run], None]:
     def preempt_run(run: Run) -> None:
         before = len(run.status()["attempts"])
         cluster.run("sbatch", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "true")
-        run.wait_for(lambda s: s["attempts"][before - 1]["end"] is not None, "the preemption")
+        run.wait_for(lambda s: s["attempts"][before - 1]["end_unix_s"] is not None, "the preemption")
 
     return preempt_run
 

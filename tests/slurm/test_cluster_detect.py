@@ -34,7 +34,7 @@ def test_detected_profile_matches_the_handwritten_one(user: dict[str, str], tmp_
     same = ("partition", "gpu_type", "grace_s")
     assert {k: detected[k] for k in same} == {k: by_hand[k] for k in same}
     assert (detected["gpus_per_node"], detected["gpus_flag"], detected["cpus_per_gpu"]) == (8, "gpus-per-node", 2)
-    (listed,) = json.loads(runs.call(user, "cluster", "list", "--json").stdout)
+    (listed,) = json.loads(runs.call(user, "cluster", "list", "--json").stdout)["profiles"]
     assert listed == {"name": "testbed", "path": str(path), "default": False}
 
 

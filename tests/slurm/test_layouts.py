@@ -48,7 +48,7 @@ def test_three_dimensions_on_four_hosts_equal_one_process(cluster: Any, tmp_path
         run.cancel_if_active()
     assert run.endings() == ["completed"] and status["step"] == STEPS
     assert sorted(status["attempts"][0]["nodes"]) == ["node01", "node02", "node03", "node04"]
-    newest = json.loads(runs.call(env, "checkpoint", "list", run.id, "--json").stdout)[-1]
+    newest = json.loads(runs.call(env, "checkpoint", "list", run.id, "--json").stdout)["checkpoints"][-1]
     assert DEGREES.items() <= newest["layout"].items()
     alone = run_one_process(run, tmp_path / "alone")
     assert len(losses(RunDir(run.path))) == STEPS

@@ -66,7 +66,7 @@ def test_runs_wait_for_slurmctld_and_can_be_cancelled(
     # These requests are recorded although slurmctld is down.
     requeued.call("requeue", requeued.id)
     answer = json.loads(cancelled.call("cancel", cancelled.id, "--json").stdout)
-    assert answer["state"] == "cancelling"
+    assert [row["state"] for row in answer["runs"]] == ["cancelling"]
     assert cancelled.call("list").stdout.count("states come from the run directories") == 1
     controller.wait_for(lambda: recorded_endings(cancelled) == ["cancelled"], 60, "the end of the cancelled attempt")
     for run in (requeued, preempted):

@@ -63,7 +63,7 @@ def sbatch(env: dict[str, str], submit: Callable[..., str], tmp_path: Path) -> C
 
         def has_run() -> bool:
             done = runs.call(env, "list", "--json")
-            answers.extend(r for r in json.loads(done.stdout) if r["job_id"] == job_id)
+            answers.extend(r for r in json.loads(done.stdout)["runs"] if r["job_id"] == job_id)
             return bool(answers)
 
         assert clock.wait_until(has_run, 120.0, 1.0), output.read_text() if output.exists() else "not started"

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from clustertrain.cli.common import print_json, print_json_line
 from clustertrain.printable import PrintableStream, printable, sanitized_output
+from clustertrain.report.documents.tools import CheckResult, Diagnosis
 from clustertrain.report.terminal import emit, make_console
 
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
@@ -81,13 +82,16 @@ def test_progress_bar_escapes_its_text_only(monkeypatch: pytest.MonkeyPatch) -> 
 def test_json_is_printable_and_has_the_same_value(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     value = {"a": [text], text: 1.5}
     with sanitized_output():
-        print_json(value)
-        print_json_line(value)
+        check = CheckResult(check="data", verdict="pass", evidence=value, text="", fix="")
+        document = Diagnosis(recipe="", device="cpu", checks=(check,), verdict="pass")
+        print_json("diagnose", document)
+        print_json_line("diagnose", document)
     for output in (capsys.readouterr().out,):
         assert all(c == "\n" or c.isprintable() for c in output)
         whole, line = output[: output.rindex("\n{")], output[output.rindex("\n{") :]
         shown = {"a": [printable(text)], printable(text): 1.5} if text == "\ud800" else value
-        assert json.loads(whole) == json.loads(line) == shown
+        assert json.loads(whole) == json.loads(line)
+        assert json.loads(whole)["checks"][0]["evidence"] == shown
 
 
 def test_ascii_terminal_gets_no_control_characters() -> None:

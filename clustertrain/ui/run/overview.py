@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from clustertrain.report import status as status_text
+from clustertrain.report.documents.runs import build_run_entry
 from clustertrain.report.html.text import clean
-from clustertrain.report.status_json import status_json
 from clustertrain.run import attempts
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.scheduler.run_status import Unreadable
@@ -16,7 +16,7 @@ from clustertrain.ui.run.status import StatusView
 
 
 def describe(view: StatusView) -> dict[str, Any]:
-    """Return the keys of ``status --json``, the parts of the goodput and the files that cannot be read.
+    """Return the fields of :class:`RunEntry`, the parts of the goodput and the files that cannot be read.
 
     For a run whose status cannot be read, ``error`` and ``fix`` say why, and ``state`` is null.
     """
@@ -24,8 +24,7 @@ def describe(view: StatusView) -> dict[str, Any]:
     if isinstance(status, Unreadable):
         return clean({"run": status.run.id, "state": None, "t": view.t, "error": status.error, "fix": status.fix})
     document = {
-        **status_json(status),
-        **msgspec.to_builtins(view.progress),
+        **msgspec.to_builtins(build_run_entry(status, view.progress)),
         "t": view.t,
         "error": None,
         "is_final": status.is_final,

@@ -15,14 +15,12 @@ from typing import Any
 import psutil
 
 from clustertrain import clock, fsio, settings
-from clustertrain.report.status_json import status_json
 from clustertrain.run import attempts, events
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
-from clustertrain.scheduler.run_status import run_status
 from tests.harness.chaos_slurm import testbed
 from tests.harness.chaos_slurm.waiting import wait_until
-from tests.runs import CLI
+from tests.runs import CLI, describe_status
 
 SCRIPT = Path(__file__).with_name("script.py")
 TOTAL = 300
@@ -111,7 +109,7 @@ class Subject:
         return state
 
     def status(self) -> dict[str, Any]:
-        return status_json(run_status(self.run))
+        return describe_status(self.run)
 
     def nodes(self) -> list[str]:
         """Return the nodes of the newest attempt."""

@@ -42,7 +42,10 @@ def test_run_on_another_machine_does_not_block_cancelling_others(
     monkeypatch.setattr(sys, "argv", ["clustertrain", "cancel", "--json", remote.id, local.id])
     assert main() == 0
     out, err = capsys.readouterr()
-    assert {row["run"]: row["state"] for row in json.loads(out)} == {remote.id: "cancelling", local.id: "cancelling"}
+    assert {row["run"]: row["state"] for row in json.loads(out)["runs"]} == {
+        remote.id: "cancelling",
+        local.id: "cancelling",
+    }
     assert "runs on elsewhere" in err and f"repeat: clustertrain cancel {remote.id}\n" in err
     assert job.cancel_file.exists()
 

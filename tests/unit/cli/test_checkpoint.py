@@ -38,7 +38,10 @@ class Said:
 
     @property
     def json(self) -> Any:
-        return json.loads(self.out)
+        """The document, without the version of its schema."""
+        document = json.loads(self.out)
+        assert document.pop("schema_version") == 1
+        return document
 
 
 class Command(Protocol):
@@ -90,10 +93,10 @@ def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatc
     read: list[int] = []
     original = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(1) or original(*args))
-    quick = command("list", "net", "--json").json
+    quick = command("list", "net", "--json").json["checkpoints"]
     assert (read, [r["verified"] for r in quick]) == ([], [None, None])
     keys = {"step", "path", "bytes", "new_bytes", "committed", "verified", "engine", "layout", "world_size", "metric"}
-    keys.add("best")
+    keys |= {"best", "damage", "unreadable"}
     assert set(quick[0]) == keys
     lines = command("list", "net").out.splitlines()
     assert [line.split() for line in lines] == [
@@ -101,7 +104,7 @@ def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatc
         *(["3", *lines[1].split()[1:3], "1", "single", "raw", "committed"], lines[2].split()),
     ]
     assert [line.split()[-1] for line in lines[1:]] == ["committed", "committed"]
-    whole = command("list", "net", "--verify", "--json").json
+    whole = command("list", "net", "--verify", "--json").json["checkpoints"]
     assert ([r["verified"] for r in whole], bool(read), set(whole[0])) == ([True, True], True, keys)
 
 
@@ -112,14 +115,14 @@ def test_list_counts_shared_files_once(run: Path, command: Command) -> None:
     lines = [line.split() for line in command("list", "net").out.splitlines()]
     assert lines[0] == ["step", "size", "new", "ranks", "layout", "engine", "state"]
     assert lines[3][:5] == ["9", "3.8", "MiB", "3.8", "MiB"] and lines[4][:3] == ["12", "3.8", "MiB"]
-    rows = command("list", "net", "--json").json
+    rows = command("list", "net", "--json").json["checkpoints"]
     assert rows[3]["new_bytes"] < rows[3]["bytes"] / 100
-    assert command("list", "net@12", "--json").json[0]["new_bytes"] is None
+    assert command("list", "net@12", "--json").json["checkpoints"][0]["new_bytes"] is None
 
 
 def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Command) -> None:
     os.truncate(folder_of(run, 6) / "rank-0.bin", 5)
-    assert [r["verified"] for r in command("list", "net", "--json").json] == [None, False]
+    assert [r["verified"] for r in command("list", "net", "--json").json["checkpoints"]] == [None, False]
     lines = command("list", "net").out.splitlines()
     assert lines[2].split()[-1] == "DAMAGED"
     assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: has 5 bytes, ")  # on one line, however long
@@ -156,21 +159,26 @@ def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
         return original(folder)
 
     monkeypatch.setattr(inspect, "has_commit_marker", gone)
-    assert [r["step"] for r in command("list", "net", "--json").json] == [6]
+    assert [r["step"] for r in command("list", "net", "--json").json["checkpoints"]] == [6]
 
 
 def test_one_of_them_by_step_or_path(run: Path, command: Command) -> None:
     (folder_of(run, 6) / "COMMITTED").unlink()
     for name in ("net@6", folder_of(run, 6)):
-        assert [(r["step"], r["committed"]) for r in command("list", name, "--json").json] == [(6, False)]
-    assert command("list", run / "checkpoints", "--json").json == command("list", run, "--json").json
+        assert [(r["step"], r["committed"]) for r in command("list", name, "--json").json["checkpoints"]] == [
+            (6, False)
+        ]
+    assert (
+        command("list", run / "checkpoints", "--json").json["checkpoints"]
+        == command("list", run, "--json").json["checkpoints"]
+    )
 
 
 def test_no_checkpoints_yet(run: Path, command: Command) -> None:
     shutil.rmtree(run / "checkpoints")
     said = command("list", "net")
     assert (said.code, said.out, said.err) == (0, "", f"no checkpoints in {run}/checkpoints\n")
-    assert command("list", "net", "--json").json == []
+    assert command("list", "net", "--json").json["checkpoints"] == []
 
 
 # -- verify and digest
@@ -182,7 +190,7 @@ def test_one_that_a_roll_back_has_condemned_is_neither_listed_nor_verified(run: 
         None,
         RollbackTarget(last_step=6, max_step=5, reason="a spike", excluded={}, max_rollbacks=1),
     )
-    assert [row["step"] for row in command("list", "net", "--json").json] == [3]
+    assert [row["step"] for row in command("list", "net", "--json").json["checkpoints"]] == [3]
     flip(run, 6)
     said = command("verify", "net")
     assert (said.code, said.out) == (0, "step 3: ok\n")
@@ -339,7 +347,7 @@ def judge(run: Path, step: int, value: float | None, mode: str = "min") -> None:
 def test_the_best_is_marked_and_exported(run: Path, command: Command, tmp_path: Path, mode: str, best: int) -> None:
     judge(run, 3, 0.25, mode)
     judge(run, 6, 0.5, mode)
-    rows = command("list", "net", "--json").json
+    rows = command("list", "net", "--json").json["checkpoints"]
     assert {r["step"]: (r["metric"]["value"], r["best"]) for r in rows} == {3: (0.25, best == 3), 6: (0.5, best == 6)}
     lines = [line.split() for line in command("list", "net").out.splitlines()]
     assert lines[0][-1] == "validation_loss"
@@ -393,7 +401,11 @@ def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
         "would_delete": [old],
     }
     assert Path(old).is_dir()
-    assert command("prune", "net", "--keep", "1", "--json").json == {"run": "net-abcdef", "deleted": [old]}
+    assert command("prune", "net", "--keep", "1", "--json").json == {
+        "run": "net-abcdef",
+        "deleted": [old],
+        "would_delete": [],
+    }
     assert not Path(old).exists()
 
 

@@ -47,7 +47,7 @@ def test_list_verify_and_digest_match_those_of_the_run(call: Call, root: Path) -
         command, *options = args
         assert call(command, URL, *options)[:2] == call(command, "net-abcdef", *options)[:2]
     assert call("digest", f"{URL}@3")[1] == call("digest", f"{URL}/step-00000003")[1] == call("digest", "net@3")[1]
-    rows = json.loads(call("list", URL, "--verify", "--json")[1])
+    rows = json.loads(call("list", URL, "--verify", "--json")[1])["checkpoints"]
     assert [(r["step"], r["path"], r["verified"]) for r in rows] == [
         (step, f"{URL}/step-{step:08d}", True) for step in (3, 6)
     ]

@@ -45,14 +45,14 @@ def test_empty_list_names_the_folder_of_profiles(folder: Path) -> None:
     done = call("list")
     assert done.exit_code == 0
     assert f"no cluster profile in {folder}" in done.stdout and "cluster detect" in done.stdout
-    assert call_json("list") == []
+    assert call_json("list")["profiles"] == []
 
 
 def test_list_marks_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "a.toml").write_text("")
     (folder / "b.toml").write_text("")
     monkeypatch.setenv("CLUSTERTRAIN_CLUSTER", "b")
-    assert call_json("list") == [
+    assert call_json("list")["profiles"] == [
         {"name": "a", "path": str(folder / "a.toml"), "default": False},
         {"name": "b", "path": str(folder / "b.toml"), "default": True},
     ]

@@ -309,7 +309,7 @@ def test_list_by_recipe_hash_or_same_recipe(
         **LOSS_CONTRACT,
     )
     assert run_cli("list", "--same-as", "again", "--json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["runs"]
     assert {r["run"] for r in rows} == {"a-aaaaaa", again.id} and len({r["recipe_hash"] for r in rows}) == 1
     (result,) = {r["recipe_hash"] for r in rows}
     assert re.fullmatch("[0-9a-f]{16}", result)

@@ -66,7 +66,13 @@ def test_custom_tokenizer_function(folder: Path, monkeypatch: pytest.MonkeyPatch
         folder, "--tokenizer", "custom_tokenizer:words", "--documents", "lines", "--shard-tokens", "2", "--json"
     )
     assert documents == [[3000], [3000, 5000], [4000]] and index.dtype == "uint32"
-    assert json.loads(output) == {"folder": str(folder / "out"), "shards": 2, "tokens": 4, "max_token_id": 5000}
+    assert json.loads(output) == {
+        "schema_version": 1,
+        "folder": str(folder / "out"),
+        "shards": 2,
+        "tokens": 4,
+        "max_token_id": 5000,
+    }
 
 
 def test_json_lines_use_the_given_key(folder: Path) -> None:

@@ -148,7 +148,7 @@ def test_damage_blocks_no_command_and_hides_no_other_run(
             assert run.id in output.err, args
     for args in (("wait", run.id), ("logs", run.id)):
         assert "Traceback" not in call(*args).err
-    listed = {row["run"]: row for row in json.loads(call("list", "--json").out)}
+    listed = {row["run"]: row for row in json.loads(call("list", "--json").out)["runs"]}
     assert listed[neighbor.id]["state"] == "completed"
     for name in (neighbor.id, "local-2", "other"):
         assert json.loads(call("status", name, "--json").out)["state"] == "completed"

@@ -93,7 +93,7 @@ def test_job_id_is_resolved_among_readable_runs(home: Path) -> None:
 def test_list_omits_private_runs(home: Path) -> None:
     with as_nobody():
         done = CliRunner().invoke(list_, ["--json"])
-    assert [(row["run"], row["state"]) for row in json.loads(done.stdout)] == [("open-abc234", "completed")]
+    assert [(row["run"], row["state"]) for row in json.loads(done.stdout)["runs"]] == [("open-abc234", "completed")]
 
 
 @pytest.mark.parametrize("name", ["private", "private-abc234"])

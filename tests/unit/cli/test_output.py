@@ -13,6 +13,7 @@ import pytest
 from clustertrain.cli import output
 from clustertrain.cli.common import print_json, print_json_line
 from clustertrain.printable import sanitized_output
+from clustertrain.report.documents.tools import CheckNames
 
 pytestmark = pytest.mark.long
 
@@ -102,8 +103,9 @@ def test_json_is_valid_in_any_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path
         with path.open("w", encoding=encoding) as out:
             monkeypatch.setattr(sys, "stdout", out)
             with sanitized_output():
-                print_json(value)
-                print_json_line(value)
+                print_json("diagnose-checks", CheckNames(checks=value))
+                print_json_line("diagnose-checks", CheckNames(checks=value))
         stdout = path.read_text(encoding)
-        assert json.loads(stdout.splitlines()[-1]) == value == json.loads("".join(stdout.splitlines()[:-1]))
+        line, whole = stdout.splitlines()[-1], "".join(stdout.splitlines()[:-1])
+        assert json.loads(line)["checks"] == value == json.loads(whole)["checks"]
         assert stdout.isascii() == (encoding != "utf-8")

@@ -61,10 +61,10 @@ def test_unreadable_run_is_listed_as_such_beside_the_others(run: RunDir) -> None
     text = CliRunner().invoke(list_, [])
     assert text.exit_code == 0
     assert f"{broken.id}  unreadable:" in text.stdout and run.id in text.stdout
-    rows = {row["run"]: row for row in json.loads(CliRunner().invoke(list_, ["--json"]).stdout)}
-    assert set(rows[broken.id]) == {"run", "state", "error"} and rows[broken.id]["state"] is None
-    assert "spec.toml" in rows[broken.id]["error"]
-    assert rows[run.id]["state"] == "failed"
+    document = json.loads(CliRunner().invoke(list_, ["--json"]).stdout)
+    (unreadable,) = document["unreadable"]
+    assert unreadable["run"] == broken.id and "spec.toml" in unreadable["error"]
+    assert {row["run"]: row["state"] for row in document["runs"]} == {run.id: "failed"}
 
 
 def test_requeue_options_are_kept_for_the_next_requeue(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def call(*argv: str) -> Result:
 def test_key_is_explained() -> None:
     out = call("explain", "optim.lr").stdout
     assert out.splitlines()[0] == "optim.lr  number, > 0, ≤ 1000; default 0.0003" and "Peak learning rate" in out
-    (row,) = json.loads(call("explain", "adapter.kind", "--json").stdout)
+    (row,) = json.loads(call("explain", "adapter.kind", "--json").stdout)["keys"]
     assert row["key"] == "adapter.kind" and row["allowed"] == '"none", "lora", "dora"' and "`" not in str(row)
 
 

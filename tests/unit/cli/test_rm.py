@@ -80,7 +80,7 @@ def test_checkpoint_is_deleted_only_on_request(home: Path) -> None:
     error = call(run.id, "--yes").exception
     assert isinstance(error, ClusterTrainError) and "it has a checkpoint of step 10; --checkpoints" in str(error)
     dry = call(run.id, "--checkpoints", "--dry-run", "--json")
-    (row,) = json.loads(dry.stdout)
+    (row,) = json.loads(dry.stdout)["runs"]
     assert row["run"] == run.id and 100_000 <= row["bytes"] < 1_000_000 and row["deleted"] is False
     assert run.path.exists()
     assert call(run.id, "--checkpoints", "--yes").return_value == 0 and not run.path.exists()

@@ -81,9 +81,9 @@ def test_list_shows_age_progress_time_left_loss_and_size(run: RunDir, columns: i
 
 
 def test_json_has_the_progress(run: RunDir) -> None:
-    (row,) = json.loads(call(list_, "--json").stdout)
+    (row,) = json.loads(call(list_, "--json").stdout)["runs"]
     assert (row["nodes"], row["gpus_per_node"], row["checkpoint_step"]) == (2, 4, 1000)
-    assert row["submitted"] == NOW - 4000 and row["checkpoint_t"] == pytest.approx(NOW - 125)
+    assert row["submitted_unix_s"] == round(NOW - 4000, 3) and row["checkpoint_unix_s"] == pytest.approx(NOW - 125)
     assert row["eta_s"] == pytest.approx(4400, rel=0.03) and row["loss"] == pytest.approx(8 / 7)
     assert row["failure"] is None
     assert json.loads(call(status, run.id, "--json").stdout).keys() > row.keys() - {"recipe_hash"}
@@ -97,7 +97,7 @@ def test_failed_run_shows_the_end_of_the_traceback_and_the_log(run: RunDir) -> N
     assert block[:3] == ["  Traceback", "    line 3", "  ValueError: no column"]
     assert block[3] == f"full log: {run.attempt(1).rank_log(5)}"
     assert out.count("rank 5 on b: ValueError: no column") == 1
-    (row,) = json.loads(call(list_, "--json").stdout)
+    (row,) = json.loads(call(list_, "--json").stdout)["runs"]
     assert row["failure"]["rank"] == 5 and row["failure"]["reason"] == "ValueError: no column"
 
 
@@ -122,7 +122,7 @@ def test_damaged_row_does_not_hide_the_run(run: RunDir, row: dict[str, Any]) -> 
 
 def test_rows_before_a_rollback_are_read_if_there_are_none_since(run: RunDir) -> None:
     run.metrics_path(1, 1).write_text("")
-    (row,) = json.loads(call(list_, "--json").stdout)
+    (row,) = json.loads(call(list_, "--json").stdout)["runs"]
     assert row["loss"] == pytest.approx(8 / 7)
 
 
@@ -159,6 +159,10 @@ def test_version_has_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("CLUSTERTRAIN_WEBHOOK", "https://secret.example")
     assert call(version).stdout.split()[0] == "clustertrain" and len(call(version).stdout.splitlines()) == 1
     facts = json.loads(call(version, "--json").stdout)
-    assert facts["home"] == str(tmp_path) and facts["torch"].startswith("2.") and "secret" not in json.dumps(facts)
+    assert (
+        facts["home"] == str(tmp_path)
+        and facts["packages"]["torch"].startswith("2.")
+        and "secret" not in json.dumps(facts)
+    )
     assert {"python", "system", "cpus", "slurm", "gpus", "profile"} <= facts.keys()
     assert f"home           {tmp_path}\n" in call(version, "-v").stdout

@@ -50,7 +50,7 @@ def test_submit_json_has_the_documented_keys(
 ) -> None:
     assert run_cli("submit", "--name", "demo", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert set(shown) == {"run", "job_id", "backend", "state", "run_dir"}
+    assert set(shown) == {"schema_version", "run", "job_id", "backend", "state", "run_dir"}
     assert (shown["job_id"], shown["backend"], shown["state"]) == ("4711", "slurm", "pending")
     assert shown["run_dir"] == str(tmp_path / "home" / "runs" / shown["run"])
 
@@ -221,7 +221,7 @@ def test_dry_run_prints_the_script_and_creates_nothing(
     assert "schedule: cosine over 200 steps: " in shown.err
     assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
     assert run_cli("submit", "--dry-run", "--json") == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"script", "plan"}
+    assert set(json.loads(capsys.readouterr().out)) == {"schema_version", "script", "plan"}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_sweep_prints_one_line_per_run(run_cli: RunCli, capsys: pytest.CaptureFi
 
 
 def test_sweep_json_has_the_documented_keys(pending_sweep: dict[str, Any], tmp_path: Path) -> None:
-    assert set(pending_sweep) == {"sweep", "job_id", "backend", "sweep_dir", "runs"}
+    assert set(pending_sweep) == {"schema_version", "sweep", "job_id", "backend", "sweep_dir", "runs"}
     assert (pending_sweep["job_id"], pending_sweep["backend"]) == ("4711", "slurm")
     assert pending_sweep["sweep_dir"] == str(tmp_path / "home" / "sweeps" / pending_sweep["sweep"])
     for n, row in enumerate(pending_sweep["runs"]):
@@ -108,7 +108,7 @@ def test_cancel_ends_all_runs_with_one_command(
     names = {"sweep": [pending_sweep["sweep"]], "array": ["4711"], "runs": [*runs, "4711_1"]}[kind]
     fake_slurm.answers("scancel", then={"squeue": ""})
     assert run_cli("cancel", "--json", *names) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["runs"]
     assert {row["run"]: (row["job_id"], row["state"]) for row in rows} == {
         run: (f"4711_{n}", "cancelled") for n, run in enumerate(runs)
     }
@@ -121,7 +121,8 @@ def test_cancel_of_one_task_leaves_the_others(
     pending_sweep: dict[str, Any], run_cli: RunCli, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli("cancel", "--json", "4711_1") == 0
-    assert json.loads(capsys.readouterr().out)["run"] == pending_sweep["runs"][1]["run"]
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row["run"] == pending_sweep["runs"][1]["run"]
     assert [c.argv for c in fake_slurm.calls("scancel")] == [["4711_1"]]
 
 
@@ -148,7 +149,7 @@ def test_run_whose_job_still_runs_is_cancelling(
 ) -> None:
     fake_slurm.answers("scancel", then={"squeue": RUNNING})
     assert run_cli("cancel", "--json", pending_sweep["sweep"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["runs"]
     assert [row["state"] for row in rows] == ["cancelled", "cancelling", "cancelled"]
     assert run_cli("status", "4711_1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["cancelling"] is True
@@ -166,7 +167,7 @@ def test_cancel_writes_markers_when_slurmctld_is_down(
     assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("sacct"))) == (1, 1)
     assert run_cli("cancel", "--json", pending_sweep["sweep"]) == 0
     out, err = capsys.readouterr()
-    assert {row["state"] for row in json.loads(out)} == {"cancelling"}
+    assert {row["state"] for row in json.loads(out)["runs"]} == {"cancelling"}
     assert "Unable to contact" in err and "marked as cancelled" in err
     assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("scancel"))) == (2, 0)
     assert all((Path(row["run_dir"]) / "cancelled.json").exists() for row in pending_sweep["runs"])

@@ -217,7 +217,7 @@ def test_json_prints_one_line_per_frame(env: dict[str, str]) -> None:
     process = subprocess.Popen([*CLI, "--json", "--interval", "0.2"], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     frames = [json.loads(process.stdout.readline()) for _ in range(2)]
-    assert frames[1]["t"] > frames[0]["t"]
+    assert frames[1]["time_unix_s"] > frames[0]["time_unix_s"]
     assert len(frames[0]["rows"]) == 32
     process.stdout.close()  # like `| head`
     assert process.wait(60) == 0

@@ -164,10 +164,10 @@ def test_format_step_time(seconds: float, text: str) -> None:
 def test_status_shows_predictions_as_text_and_json(run: RunDir) -> None:
     planned = write_plan(run)
     prediction = json.loads(CliRunner().invoke(status, [run.id, "--json"]).stdout)["prediction"]
-    assert prediction["step_s"] == {"predicted": planned["time"]["step_s"], "measured": None}
+    assert prediction["step_s"] == {"predicted": pytest.approx(planned["time"]["step_s"]), "measured": None}
     write_attempt(run, 1, 2.0)
     answer = json.loads(CliRunner().invoke(status, [run.id, "--json"]).stdout)
-    assert answer["prediction"]["step_s"] == {"predicted": planned["time"]["step_s"], "measured": 2.0}
+    assert answer["prediction"]["step_s"] == {"predicted": pytest.approx(planned["time"]["step_s"]), "measured": 2.0}
     assert set(answer["prediction"]) >= {"step_s", "tokens_per_s_per_gpu", "peak_gib"}
     text = CliRunner().invoke(status, [run.id]).stdout
     assert "Plan and run (median of 20 steps)" in text and "2.00 s" in text

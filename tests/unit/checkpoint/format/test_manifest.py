@@ -93,7 +93,7 @@ def test_all_readers_report_inconsistent_manifest_as_damage(change: str, tmp_pat
         code, output = run(*argv)
         assert code == 1 and str(bad) in output and "contains no model" not in output, argv
     code, output = run("checkpoint", "list", str(tmp_path), "--json")
-    rows = msgspec.json.decode(output)
+    rows = msgspec.json.decode(output)["checkpoints"]
     assert code == 0 and [row["verified"] for row in rows] == [None, False] and rows[1]["damage"]
     state = state_of(0.0)
     CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="2", layout={}, async_save=False)).restore(state)
@@ -119,7 +119,7 @@ def test_unparsable_files_are_damage(file: str, content: bytes, tmp_path: Path) 
         marker = {"format": index.FORMAT_VERSION, "step": 2, "manifest_xxh3_128": index.checksum(content)}
         (bad / index.COMMITTED).write_bytes(msgspec.json.encode(marker))
     code, output = run("checkpoint", "list", str(tmp_path), "--json")
-    rows = msgspec.json.decode(output)
+    rows = msgspec.json.decode(output)["checkpoints"]
     assert code == 0 and rows[1]["verified"] is False and file in rows[1]["damage"]
     assert run("checkpoint", "verify", str(bad))[0] == 1
 
@@ -139,7 +139,7 @@ def test_link_to_itself_hides_no_other_checkpoint(file: str, tmp_path: Path) -> 
     (bad / file).unlink()
     (bad / file).symlink_to(file)
     code, output = run("checkpoint", "list", str(tmp_path), "--json")
-    assert code == 0 and [row["path"] for row in msgspec.json.decode(output)] == [str(bad), str(good)]
+    assert code == 0 and [row["path"] for row in msgspec.json.decode(output)["checkpoints"]] == [str(bad), str(good)]
 
 
 GRID = [((i, j), (2, 3)) for i in range(0, 8, 2) for j in range(0, 9, 3)]

@@ -1,0 +1,135 @@
+"""Documents about checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from clustertrain import schema
+from clustertrain.checkpoint.offline.diff import CheckpointDiff
+
+
+class CheckpointMetric(msgspec.Struct, frozen=True, kw_only=True):
+    """The deciding metric of a checkpoint."""
+
+    name: str
+    value: float
+
+
+class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint. Values that a damaged index does not reveal are null."""
+
+    step: int | None
+    path: str
+    bytes: int
+    """Size of its files."""
+    new_bytes: int | None
+    """Size of those files that no older checkpoint shares; null for a single checkpoint."""
+    committed: bool
+    verified: bool | None
+    """True if every byte was read and its checksum matches, false if it is damaged, null if neither is known."""
+    damage: str | None = None
+    """What is damaged."""
+    unreadable: str | None = None
+    """The error of the file system or the storage."""
+    engine: str | None
+    layout: dict[str, Any] | None
+    """The layout that saved it."""
+    world_size: int | None
+    """Number of ranks that saved it."""
+    metric: CheckpointMetric | None
+    best: bool
+    """It has the best metric of the run's checkpoints."""
+
+
+class CheckpointList(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoints of a run or folder, oldest first."""
+
+    run: str
+    """Id of the run, or the folder."""
+    checkpoints: tuple[CheckpointEntry, ...]
+
+
+class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The verification of one checkpoint."""
+
+    step: int | None
+    path: str
+    verified: bool | None
+    """True if every checksum matches, false if the checkpoint is damaged, null if it cannot be read."""
+    damage: str | None = None
+    unreadable: str | None = None
+    """Why it cannot be read."""
+
+
+class VerifiedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoints that were read."""
+
+    run: str
+    """Id of the run, or the folder."""
+    checkpoints: tuple[VerifiedCheckpoint, ...]
+
+
+class CheckpointDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """A hash of tensors, independent of the layout that saved them."""
+
+    run: str
+    """Id of the run, or the folder."""
+    step: int | None
+    contents: str
+    """The hashed tensors: `model`, `optimizer` or `all`."""
+    digest: str
+
+
+class ComparedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a comparison."""
+
+    run: str
+    """Id of the run, or the folder."""
+    step: int | None
+    path: str
+
+
+class CheckpointComparison(CheckpointDiff, frozen=True, kw_only=True):
+    """The comparison of the checkpoints A and B."""
+
+    a: ComparedCheckpoint
+    b: ComparedCheckpoint
+
+
+class CheckpointExport(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished export."""
+
+    run: str
+    """Id of the run, or the folder."""
+    step: int
+    path: str
+    """The file or folder that was written."""
+    format: str
+    """`safetensors` or `torch`."""
+    names: str
+    """Naming of the tensors: `huggingface` or `own`."""
+    files: tuple[str, ...]
+    """Names of the files in `path`; empty if `path` is a file."""
+    tensors: int
+    """Number of tensors."""
+    bytes: int
+    """Size of the tensors."""
+
+
+class PrunedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoints that were deleted."""
+
+    run: str
+    """Id of the run, or the folder."""
+    deleted: tuple[str, ...] = ()
+    """Folders that were deleted."""
+    would_delete: tuple[str, ...] = ()
+    """With --dry-run: folders that would be deleted."""
+
+
+def build_list(label: str, rows: Iterable[Mapping[str, Any]]) -> CheckpointList:
+    """Return the document of the rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints`."""
+    return CheckpointList(run=label, checkpoints=tuple(schema.convert(dict(row), CheckpointEntry) for row in rows))

@@ -1,0 +1,279 @@
+"""Documents about runs: ``list``, ``status``, ``wait``, ``cancel``, ``requeue`` and ``rm``."""
+
+from __future__ import annotations
+
+import contextlib
+import pwd
+from typing import Any
+
+import msgspec
+
+from clustertrain import clock
+from clustertrain.report.plan_vs_measured import PlanAccuracy, compare_run
+from clustertrain.report.progress import Failure, Progress, load_progress
+from clustertrain.run.attempts import Attempt
+from clustertrain.run.recipe_hash import load_recipe_hash
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.contract_status import ContractStatus
+from clustertrain.run.usage.goodput import Goodput
+from clustertrain.scheduler.run_status import RunStatus, Unreadable
+
+
+class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of the run."""
+
+    n: int
+    """Number of the attempt, from 1."""
+    job_id: str
+    restart: int
+    """How often the job had been requeued before, as Slurm counts."""
+    state: str
+    """How the attempt ended; `running`, or `unknown` if nothing recorded it."""
+    reason: str | None
+    """Why it ended so."""
+    nodes: tuple[str, ...]
+    start: float | None
+    """When it started."""
+    end: float | None
+    """When it ended."""
+    first_step: int | None
+    """Steps completed after its first step."""
+    last_step: int | None
+    """The newest step that is known to be complete."""
+    committed_step: int | None
+    """Step of the newest checkpoint that it committed."""
+    roll_backs: int
+    """Returns to an earlier checkpoint because training went wrong."""
+    requeued: str | None
+    """How the run was continued: `requeue`, `resubmit` or `slurm`."""
+    stopped: str | None
+    """Why the run is not continued."""
+
+
+class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. A value that is not known, or not yet, is null."""
+
+    run: str
+    """Id of the run."""
+    job_id: str | None
+    """The newest job."""
+    name: str
+    user: str
+    """Owner of the run folder."""
+    backend: str
+    """`slurm` or `local`."""
+    state: str
+    """`pending`, `running`, `requeued`, `completed`, `failed` or `cancelled`."""
+    step: int | None
+    """Completed optimizer steps."""
+    total_steps: int | None
+    submitted: float | None
+    """When it was submitted."""
+    nodes: int
+    gpus_per_node: int
+    """GPUs per node; on the CPU, ranks."""
+    gpus: int
+    """GPUs of all nodes; on the CPU, ranks."""
+    loss: float | None
+    """Newest loss."""
+    step_s: float | None
+    """Recent time per step."""
+    tokens_per_s: float | None
+    """Recent rate of all ranks."""
+    since_step_s: float | None
+    """Time since the last logged step of a running run."""
+    eta_s: float | None
+    """Time for the remaining steps at the recent rate, with checkpoints and evaluations; only of a running run."""
+    checkpoint_step: int | None
+    """Step of the newest committed checkpoint."""
+    checkpoint_t: float | None
+    """When it was committed."""
+    failure: Failure | None
+    """Why the last attempt failed."""
+    pending_reason: str | None
+    """Why the job waits, in the scheduler's words."""
+    start_estimate: float | None
+    """When the scheduler expects to start the job."""
+    scheduler_error: str | None
+    """Why the scheduler did not answer."""
+    cancelling: bool
+    """The run was cancelled, and its job has not ended yet."""
+    undecided_reason: str | None
+    """How the run ended, if nothing decided whether it continues."""
+    continue_command: str | None
+    """The command that continues a run that ended so, or whose job is held."""
+    attempts: tuple[AttemptEntry, ...]
+    """All starts, oldest first."""
+    skipped_steps: int
+    """Steps skipped because of NaN, Inf or a loss spike."""
+    roll_backs: int
+    """Returns to an earlier checkpoint in all attempts."""
+    goodput: Goodput
+    contract: ContractStatus | None
+    """The contract of the recipe; null if it has no task, target, slices or limits, and nothing has been evaluated."""
+    recipe_hash: str
+    """Runs of the same recipe have the same hash."""
+    run_dir: str
+    """The folder with all files of the run."""
+    log: str | None
+    """Log of rank 0 in the newest attempt that has one; before that, of the job."""
+
+
+class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose files cannot be read."""
+
+    run: str
+    error: str
+    fix: str | None
+
+
+class RunList(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs, newest first."""
+
+    runs: tuple[RunEntry, ...]
+    unreadable: tuple[UnreadableRun, ...]
+
+
+class RunStatusDocument(RunEntry, frozen=True, kw_only=True):
+    """The status of one run."""
+
+    prediction: PlanAccuracy
+    """What the plan predicted, beside what was measured."""
+
+
+class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has ended."""
+
+    run: str
+    state: str
+    """`completed`, `failed` or `cancelled`."""
+    reason: str | None
+    """Why it did not complete."""
+
+
+class EndedRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs in the order in which they ended."""
+
+    runs: tuple[EndedRun, ...]
+
+
+class CancelledRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a run that was to be cancelled."""
+
+    run: str
+    job_id: str | None
+    state: str
+    """`cancelled`; `cancelling` until its job has ended; the state of a run that had ended before."""
+
+
+class CancelledRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs that were named."""
+
+    runs: tuple[CancelledRun, ...]
+
+
+class RequeuedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that starts again."""
+
+    run: str
+    job_id: str | None
+    state: str
+    """`requeued`."""
+
+
+class DeletedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a run that was to be deleted."""
+
+    run: str
+    bytes: int | None
+    """Size of its folder; null for a run that is kept."""
+    deleted: bool
+    reason: str | None = None
+    """Why it is kept."""
+
+
+class DeletedRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs that were deleted or, with --dry-run, would be, followed by those that are kept."""
+
+    runs: tuple[DeletedRun, ...]
+
+
+def build_run_entry(status: RunStatus, progress: Progress) -> RunEntry:
+    """Return the entry of a run in ``list``."""
+    return RunEntry(**_entry_fields(status, progress))
+
+
+def build_unreadable(row: Unreadable) -> UnreadableRun:
+    """Return the entry of a run that cannot be read."""
+    return UnreadableRun(run=row.run.id, error=row.error, fix=row.fix)
+
+
+def build_status(status: RunStatus, now: float | None = None) -> RunStatusDocument:
+    """Return the document of ``status --json`` at ``now`` (UTC epoch s; by default the time of the call)."""
+    progress = load_progress(status, clock.now() if now is None else now)
+    return RunStatusDocument(**_entry_fields(status, progress), prediction=compare_run(status.run))
+
+
+def _entry_fields(status: RunStatus, progress: Progress) -> dict[str, Any]:
+    view = status.view
+    is_waiting = view is not None and view.state == "PENDING"
+    return {
+        **msgspec.structs.asdict(progress),
+        "run": status.run.id,
+        "job_id": status.job_id,
+        "name": status.name,
+        "user": _owner(status.run),
+        "backend": status.backend,
+        "state": status.state,
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "gpus": progress.nodes * progress.gpus_per_node,
+        "pending_reason": (view.reason or None) if view is not None and is_waiting else None,
+        "start_estimate": view.start_time if view is not None and is_waiting else None,
+        "scheduler_error": status.scheduler_error,
+        "cancelling": status.is_cancelling,
+        "undecided_reason": status.undecided_reason,
+        "continue_command": status.continue_command,
+        "attempts": tuple(_build_attempt(status, attempt) for attempt in status.history),
+        "skipped_steps": status.skipped_steps,
+        "roll_backs": status.roll_backs,
+        "goodput": status.goodput,
+        "contract": status.contract if _says_something(status.contract) else None,
+        "recipe_hash": status.recipe_hash or load_recipe_hash(status.run),
+        "run_dir": str(status.run.path),
+        "log": _find_log(status.run),
+    }
+
+
+def _build_attempt(status: RunStatus, attempt: Attempt) -> AttemptEntry:
+    same = {name: getattr(attempt, name) for name in AttemptEntry.__struct_fields__ if name != "state"}
+    return AttemptEntry(state=status.attempt_state(attempt), **same)
+
+
+def _says_something(contract: ContractStatus | None) -> bool:
+    if contract is None:
+        return False
+    return bool(contract.task or contract.target or contract.slices or contract.remaining or contract.used) or (
+        contract.step is not None
+    )
+
+
+def _owner(run: RunDir) -> str:
+    try:
+        uid = run.path.stat().st_uid
+    except OSError:  # deleted meanwhile
+        return ""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # no such user here, as in a container
+        return str(uid)
+
+
+def _find_log(run: RunDir) -> str | None:
+    with contextlib.suppress(OSError):
+        for attempt in reversed(run.attempts()):
+            if attempt.rank_log(0).is_file():
+                return str(attempt.rank_log(0))
+        if run.job_log.is_file():
+            return str(run.job_log)
+    return None
