@@ -28,7 +28,7 @@ def _clean(value: Any) -> Any:
         return printable(value)
     if isinstance(value, dict):
         return {_clean(k): _clean(v) for k, v in value.items()}
-    return [_clean(v) for v in value] if isinstance(value, list) else value
+    return [_clean(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def clean_log_line(line: str) -> str:
