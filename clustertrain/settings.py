@@ -63,6 +63,7 @@ INTERNAL = frozenset(
 # Set by the system, Slurm and other programs.
 XDG_DATA_HOME = "XDG_DATA_HOME"
 XDG_CONFIG_HOME = "XDG_CONFIG_HOME"
+XDG_CACHE_HOME = "XDG_CACHE_HOME"
 SLURM_JOB_ID = "SLURM_JOB_ID"
 SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
 SLURM_JOB_PARTITION = "SLURM_JOB_PARTITION"
@@ -134,6 +135,12 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
         return expand_user_path(explicit, HOME).absolute()
     data = environ.get(XDG_DATA_HOME) or "~/.local/share"
     return expand_user_path(data, XDG_DATA_HOME).absolute() / "clustertrain"
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for what can be computed again; it may be missing."""
+    cache = environ.get(XDG_CACHE_HOME) or "~/.cache"
+    return expand_user_path(cache, XDG_CACHE_HOME).absolute() / "clustertrain"
 
 
 def profile_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from clustertrain import reading
 from clustertrain.config.job import RunSpec, ScriptSpec
 from clustertrain.config.parsing.documents import build, parse_toml
@@ -26,8 +28,15 @@ def load_spec(run: RunDir) -> RunSpec:
         raise permission_error(run.spec) from e
     except OSError as e:
         raise ConfigError(f"{run.spec}: {e.strerror or e}", fix=_FIX) from e
+    return _parse(text, str(run.spec))
+
+
+@functools.lru_cache(
+    maxsize=1024
+)  # a status needs the specification several times, and a page of all runs every second
+def _parse(text: str, source: str) -> RunSpec:
     try:
-        return build(parse_toml(text, str(run.spec)), RunSpec, str(run.spec))
+        return build(parse_toml(text, source), RunSpec, source)
     except ConfigError as e:
         raise _with_run_fix(e) from e
 

@@ -41,6 +41,12 @@ class SchedulerAnswers:
     """Ids of all jobs queried; a job in neither ``views`` nor ``errors`` is unknown to its scheduler."""
     backends_without_accounting: set[str] = field(default_factory=set)
     """Names of backends whose accounting did not answer."""
+    not_asked: str | None = None
+    """Set: no scheduler is asked, and this is why there is no answer for the jobs that were not queried."""
+
+    def covers(self, job_id: str) -> bool:
+        """Return whether there will be no better answer for this job."""
+        return job_id in self.queried or self.not_asked is not None
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def run_status(run: RunDir, answers: SchedulerAnswers | None = None) -> RunStatu
     backend = backend_for_run(run)
     answers = answers or SchedulerAnswers()
     history, job_id = _load_history(run, backend, answers)
-    view, scheduler_error = answers.views.get(job_id or ""), answers.errors.get(job_id or "")
+    view, scheduler_error = answers.views.get(job_id or ""), answers.errors.get(job_id or "", answers.not_asked)
     starts: list[JobStart] = []
     # A run that was requeued may have been cancelled since in the queue, with scancel.
     if job_id and (view is None or not view.is_alive) and not state.is_settled(history):
@@ -200,7 +206,7 @@ def _load_history(run: RunDir, backend: Backend, answers: SchedulerAnswers) -> t
     between the two reads would count as one that ended without a record.
     """
     history = attempts.load_attempts(run)
-    while (job_id := latest_job_id(run, history)) is not None and job_id not in answers.queried:
+    while (job_id := latest_job_id(run, history)) is not None and not answers.covers(job_id):
         _query_jobs(backend, [job_id], answers)
         view = answers.views.get(job_id)
         if view is None or not view.is_alive:
@@ -219,7 +225,7 @@ def _query_jobs(backend: Backend, job_ids: Sequence[str], answers: SchedulerAnsw
 
 
 def _list_starts(backend: Backend, job_id: str, answers: SchedulerAnswers) -> list[JobStart]:
-    if backend.name in answers.backends_without_accounting:
+    if backend.name in answers.backends_without_accounting or answers.not_asked is not None:
         return []
     try:
         return backend.list_starts(job_id)
@@ -246,8 +252,17 @@ def _with_scheduler_ending(history: Sequence[Attempt], run_state: str, starts: S
     return result
 
 
-def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | Unreadable]:
-    """Return the status of many runs, with one query per scheduler and accounting queries only if necessary."""
+def run_statuses(runs: Sequence[RunDir], answers: SchedulerAnswers | None = None) -> list[RunStatus | Unreadable]:
+    """Return the status of many runs, with one query per scheduler and accounting queries only if necessary.
+
+    ``answers`` are those of an earlier query for all of the runs.
+    """
+    found = query_schedulers(runs) if answers is None else answers
+    return [_status_or_unreadable(run, found) for run in runs]
+
+
+def query_schedulers(runs: Sequence[RunDir]) -> SchedulerAnswers:
+    """Ask each scheduler once for the newest jobs of its runs."""
     job_ids_by_backend: dict[str, list[str]] = {}
     backends: dict[str, Backend] = {}
     for run in runs:
@@ -255,14 +270,14 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | Unreadable]:
             backend = backend_for_run(run)
             job_id = latest_job_id(run, attempts.load_attempts(run))
         except _READ_ERRORS:
-            continue  # reported below
+            continue  # the status says why
         backends[backend.name] = backend
         if job_id is not None:
             job_ids_by_backend.setdefault(backend.name, []).append(job_id)
     answers = SchedulerAnswers()
     for name, ids in job_ids_by_backend.items():
         _query_jobs(backends[name], ids, answers)
-    return [_status_or_unreadable(run, answers) for run in runs]
+    return answers
 
 
 # Damaged files may raise anything, and one such run must not hide the others.

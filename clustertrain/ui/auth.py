@@ -119,7 +119,7 @@ def _sign_in(path: str, query: str, cookie_name: str, token: str) -> Response:
     # Two slashes at the start would be another host.
     target = "/" + urllib.parse.quote(path).lstrip("/") + (f"?{query}" if query else "")
     response = HTMLResponse(
-        '<!DOCTYPE html><html lang="en"><title>clustertrain</title>'
+        '<!DOCTYPE html><html lang="en"><title>clustertrain</title><link rel="icon" href="data:,">'
         f'<meta http-equiv="refresh" content="0;url={html.escape(target, quote=True)}">'
         f'<p><a href="{html.escape(target, quote=True)}">Continue</a></p></html>'
     )

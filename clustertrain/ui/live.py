@@ -53,7 +53,6 @@ class Topic(Protocol):
 class _Watched:
     topic: Topic
     events: set[asyncio.Event] = field(default_factory=set)
-    failure: str | None = None
 
 
 class Hub:
@@ -75,7 +74,7 @@ class Hub:
         """End all streams and the thread. Safe in a signal handler of the event loop's thread."""
         self._closed = True
         self._wake.set()
-        self._notify(list(self._watched.values()))
+        self.changed()
 
     def stream(self, request: Request, key: str, make_topic: Callable[[], Topic]) -> StreamingResponse:
         """Return the stream of a topic's changes. Pages that watch the same ``key`` share one topic.
@@ -135,15 +134,17 @@ class Hub:
                 self._wake.wait()
                 self._wake.clear()
                 continue
-            self._notify([watched for watched in all_watched if _refresh(watched)])
+            if any([_refresh(watched) for watched in all_watched]):  # noqa: C419  (all of them)
+                self.changed()
             self._wake.wait(max(0.05, self._poll_s - (clock.monotonic() - started)))
             self._wake.clear()
 
-    def _notify(self, changed: list[_Watched]) -> None:
+    def changed(self) -> None:
+        """Have all streams look for changes. For threads of topics; :meth:`Topic.refresh` only returns True."""
         loop = self._loop
         if loop is None:
             return
-        for watched in changed:
+        for watched in list(self._watched.values()):
             for event in list(watched.events):
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(event.set)

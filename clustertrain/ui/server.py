@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 
 import uvicorn
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from clustertrain.errors import ClusterTrainError, NotFound, PermissionDenied, UsageError
-from clustertrain.ui import run_page, runs_table
+from clustertrain.ui import run_page, runs_page
 from clustertrain.ui.auth import TOKEN_PARAMETER, Guard
 from clustertrain.ui.pages import json_response
 from clustertrain.ui.state import UiState
@@ -43,7 +44,7 @@ def build_app(token: str, state: UiState | None = None) -> ASGIApp:
         return state.pages.file(request.path_params["name"])
 
     app = Starlette(
-        routes=[Route("/static/{name}", static), *runs_table.routes(state), *run_page.routes(state)],
+        routes=[Route("/static/{name}", static), *runs_page.routes(state), *run_page.routes(state)],
         exception_handlers={
             ClusterTrainError: _explain(state, _describe_error),
             HTTPException: _explain(state, _describe_http_error),
@@ -129,13 +130,15 @@ class _Server(uvicorn.Server):
         self._state = state
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        self._state.hub.close()
+        self._state.close()
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
 def serve(listener: socket.socket, token: str) -> None:
     """Serve until SIGINT or SIGTERM. Raise as :func:`build_app`."""
     state = UiState()
+    # The browser takes a moment to start, in which most of the table is read.
+    threading.Thread(target=state.table.refresh, name="ui-first-look", daemon=True).start()
     config = uvicorn.Config(
         build_app(token, state),
         log_level="warning",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from clustertrain.errors import NotFound
 from clustertrain.run.run_dir import RunDir, explain_permission_errors, open_run, runs_folder
 from clustertrain.ui.live import Hub
@@ -11,13 +9,19 @@ from clustertrain.ui.pages import Pages
 from clustertrain.ui.runs_table import RunsTable
 
 
-@dataclass
 class UiState:
     """The state of one server."""
 
-    pages: Pages = field(default_factory=Pages)
-    hub: Hub = field(default_factory=Hub)
-    table: RunsTable = field(default_factory=RunsTable)
+    def __init__(self) -> None:
+        """Raise ConfigError if the installation is incomplete."""
+        self.pages = Pages()
+        self.hub = Hub()
+        self.table = RunsTable(self.hub.changed)
+
+    def close(self) -> None:
+        """End all streams and threads. Safe in a signal handler."""
+        self.table.close()
+        self.hub.close()
 
 
 def find_run(run_id: str) -> RunDir:

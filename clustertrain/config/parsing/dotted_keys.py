@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -34,7 +35,8 @@ def element_types(annotation: Any) -> tuple[Any, ...]:
     return ()
 
 
-def field_types(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
+@functools.cache  # evaluating a class's annotations takes longer than parsing a recipe
+def field_types(struct_type: type[msgspec.Struct]) -> Mapping[str, Any]:
     """Return the types of the fields by TOML key."""
     return {f.encode_name: f.type for f in msgspec.structs.fields(struct_type)}
 

@@ -296,7 +296,7 @@ def _sum_file_steps(path: Path, last: metrics_file.Row, max_step: int, previous_
     """
     total = last.get("sum_step_s")
     if isinstance(total, (int, float)):
-        newest = metrics_file.find_row_at(path, max_step) or {}
+        newest = (metrics_file.find_row_at(path, max_step) if max_step > 0 else None) or {}
         repeated = float(newest.get("sum_step_s") or 0.0) - previous_total if newest else 0.0
         total -= previous_total
     else:  # rows of an older version

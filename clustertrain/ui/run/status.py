@@ -11,7 +11,7 @@ from clustertrain.report.progress import Progress, load_progress
 from clustertrain.run import metrics, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.run_status import RunStatus, Unreadable, run_statuses
-from clustertrain.ui.run.stamps import Stamp, status_files, take_stamp
+from clustertrain.ui.stamps import Stamp, status_files, take_stamp
 
 SCHEDULER_INTERVAL_S = 15.0
 MAX_SHARE = 1 / 20  # of the time, for status queries: a run of a thousand attempts must not keep the server busy

@@ -11,8 +11,8 @@ from clustertrain import clock, reading
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.run.run_dir import RunDir
 from clustertrain.ui.run import workers
-from clustertrain.ui.run.stamps import Stamp, status_files, take_stamp
 from clustertrain.ui.run.status import StatusFeed
+from clustertrain.ui.stamps import Stamp, status_files, take_stamp
 
 MIN_INTERVAL_S = 10.0  # between two computations
 MAX_SHARE = 1 / 10  # of the time, for computations

@@ -13,7 +13,7 @@ from clustertrain.run import attempts, events
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import timeline_events
 from clustertrain.telemetry.report_schema import AttemptSummary, Summary, TimeWindow
-from clustertrain.ui.run.stamps import Stamp, event_files, take_stamp
+from clustertrain.ui.stamps import Stamp, event_files, take_stamp
 
 
 class TimelineFeed:

@@ -1,0 +1,156 @@
+"""Utilization and insights of the runs in the table: computed in a child process, and kept in the user's cache folder.
+
+A summary of a run reads all its roll-ups, which takes from 0.1 to 3 s. In the server it would keep all pages waiting.
+Those of ended runs never change, so the next server finds them in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from clustertrain import clock, fsio, proc, reading, schema, settings
+from clustertrain.errors import CommandFailed
+from clustertrain.run.run_dir import RunDir
+from clustertrain.ui.rows import Details
+from clustertrain.ui.stamps import Stamp
+
+BATCH = 8  # runs per child process, whose start takes as long as some summaries
+TIMEOUT_S = 600.0
+MAX_CACHED = 5000
+_CHILD = "clustertrain.ui.details_child"
+_FORMAT = "1"  # of the cache and of what Details mean
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Runs to summarize."""
+
+    runs: list[tuple[str, str | None]]
+    """Folder and state of each."""
+    out: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The details of one run, by its folder."""
+
+    run: str
+    details: Details
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A run whose details are wanted."""
+
+    run: RunDir
+    state: str | None
+    stamp: Stamp
+    """Of the files that decide about its status."""
+    is_final: bool
+
+
+class DetailsReader:
+    """Computes the details of runs, one child process at a time. Safe in threads."""
+
+    def __init__(self, report: Callable[[Mapping[Wanted, Details], float], None]) -> None:
+        """``report`` receives the details of some runs, and the seconds per run that they took."""
+        self._report = report
+        self._cache = DetailsCache()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the child process."""
+        self._is_closed = True
+
+    def find_cached(self, wanted: Wanted) -> Details | None:
+        """Return the details of an ended run if they are in the cache."""
+        return self._cache.get(wanted) if wanted.is_final else None
+
+    def start(self, wanted: list[Wanted]) -> bool:
+        """Begin to compute, unless that is still going on; return whether it has begun."""
+        with self._lock:
+            if self._is_closed or not wanted or (self._thread is not None and self._thread.is_alive()):
+                return False
+            self._thread = threading.Thread(target=self._compute, args=(wanted,), name="ui-details", daemon=True)
+            self._thread.start()
+            return True
+
+    def _compute(self, wanted: list[Wanted]) -> None:
+        for i in range(0, len(wanted), BATCH):
+            batch, started = wanted[i : i + BATCH], clock.monotonic()
+            try:
+                answers = _call(batch, lambda: self._is_closed)
+            except (CommandFailed, OSError) as e:
+                answers = {str(w.run.path): Details(error=str(e)) for w in batch}
+            if self._is_closed:
+                return
+            known = {w: answers[path] for w in batch if (path := str(w.run.path)) in answers}
+            self._cache.add({w: details for w, details in known.items() if w.is_final and details.error is None})
+            self._report(known, (clock.monotonic() - started) / max(1, len(batch)))
+        self._cache.save()
+
+
+def _call(wanted: list[Wanted], should_cancel: Callable[[], bool]) -> dict[str, Details]:
+    """Return the details by folder, as far as the child process has come.
+
+    Raises:
+        CommandFailed: it failed, or took too long, before the first run.
+    """
+    with tempfile.TemporaryDirectory(prefix="clustertrain-ui-") as folder:
+        out = Path(folder, "answers.jsonl")
+        request = Request([(str(w.run.path), w.state) for w in wanted], str(out))
+        failure = None
+        try:
+            proc.run_with_stdin(
+                proc.python_module_argv(sys.executable, _CHILD),
+                msgspec.json.encode(request),
+                timeout_s=TIMEOUT_S,
+                should_cancel=should_cancel,
+            )
+        except CommandFailed as e:
+            failure = e
+        lines = list(reading.iter_lines(out)) if out.exists() else []
+        answers = [schema.decode(line, Answer) for line in lines if line.strip()]
+        if failure is not None and not answers:
+            raise failure
+        return {answer.run: answer.details for answer in answers}
+
+
+class DetailsCache:
+    """The details of ended runs in a file of the user's cache folder. Safe in threads."""
+
+    def __init__(self) -> None:
+        home = hashlib.blake2b(str(settings.home()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+        self._path = settings.cache_folder() / "ui" / f"{home}.json"
+        self._lock = threading.Lock()
+        self._details: dict[str, Details] = {}
+        with contextlib.suppress(OSError, ValueError):  # none yet, or of another version
+            self._details = reading.read_struct(self._path, dict[str, Details])
+
+    def get(self, wanted: Wanted) -> Details | None:
+        with self._lock:
+            return self._details.get(_cache_key(wanted))
+
+    def add(self, details: Mapping[Wanted, Details]) -> None:
+        with self._lock:
+            self._details |= {_cache_key(wanted): value for wanted, value in details.items()}
+            while len(self._details) > MAX_CACHED:
+                self._details.pop(next(iter(self._details)))  # the oldest
+
+    def save(self) -> None:
+        """Write the file, if that is possible: without it the next server computes anew."""
+        with self._lock, contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fsio.write_bytes(self._path, msgspec.json.encode(self._details))
+
+
+def _cache_key(wanted: Wanted) -> str:
+    text = repr((_FORMAT, wanted.run.id, wanted.state, wanted.stamp))
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=12).hexdigest()
