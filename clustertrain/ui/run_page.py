@@ -97,8 +97,9 @@ def _describe_curves(request: Request, feed: RunFeed) -> dict[str, Any]:
 
 
 def _read_lines(request: Request, feed: RunFeed) -> dict[str, Any]:
-    before, count = (_parse_number(request, name) for name in ("before", "count"))
-    return logs.read_lines(feed.run, request.query_params.get("key", ""), before, count or DEFAULT_LINES)
+    before, after, count = (_parse_number(request, name) for name in ("before", "after", "count"))
+    key = request.query_params.get("key", "")
+    return logs.read_lines(feed.run, key, count=count or DEFAULT_LINES, before=before, after=after)
 
 
 def _parse_number(request: Request, name: str) -> int | None:

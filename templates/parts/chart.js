@@ -10,7 +10,8 @@
 //   chart.setData({
 //     times: [t, …],                // UTC epoch s, ascending
 //     steps: [step or null, …],     // optional; a step that a later attempt repeated is drawn once, from that attempt
-//     lines: [line("loss", values, 0), …],   // values as long as times; null is a gap
+//     lines: [line("loss", values, 0), …],   // values as long as times; null is a gap. With { sparse: true },
+//                                   // no gap is shown, as between evaluations; with { dots: true }, each value is a dot
 //     band: [1, 3],                 // optional: fill between these lines, numbered from 1
 //   });
 // setData may be called as often as data arrives; the zoom stays. A curve that never changes is written as one line of
@@ -101,7 +102,7 @@ class Chart {
     const seen = (values) => (log ? values.map((v) => (v > 0 ? v : null)) : values);
     const shown = lines.map((l) => ({ ...l, values: seen(along(l.values)) }));
     if (!(smoothing > 0)) return { x: along(order ? steps : times), lines: shown, band };
-    const smoothed = shown.map((l) => ({ ...l, values: smooth(l.values, smoothing), width: 1.75 }));
+    const smoothed = shown.map((l) => ({ ...l, values: smooth(l.values, smoothing), width: l.faint ? l.width : 1.75 }));
     // The values themselves stay behind the smoothed line.
     const raw = band ? [] : shown.map((l) => ({ ...l, faint: true, width: 0.75 }));
     return { x: along(order ? steps : times), lines: [...smoothed, ...raw], band };
@@ -157,8 +158,8 @@ class Chart {
           stroke: () => color(l.stroke) + (l.faint ? "55" : ""),
           width: l.width,
           dash: l.dash,
-          points: { show: false },
-          spanGaps: this.axis.kind !== "time",
+          points: { show: Boolean(l.dots), size: 5 },
+          spanGaps: Boolean(l.sparse) || this.axis.kind !== "time",
         })),
       ],
       bands: band ? [{ series: band, fill: () => color("--band") }] : [],

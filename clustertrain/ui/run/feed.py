@@ -70,7 +70,7 @@ class RunFeed:
         return "-".join([self._boot, *map(str, numbers)])
 
     def changes_since(self, cursor: str | None) -> Change | None:
-        """Return the parts that are new: ``status``, ``rows``, and which others the page must ask for again."""
+        """Return what is new: ``status``, the ``rows`` up to number ``rows_end``, and which parts to ask for again."""
         if self._is_deleted:
             return None if cursor == "deleted" else Change({"deleted": True}, "deleted")
         current = self.cursor
@@ -88,6 +88,7 @@ class RunFeed:
             # The rows may be newer than the cursor by now.
             rows = rows[: new[2] - known[2]] if rows is not None else None
             data |= {"rows": rows} if rows is not None else {"curves": "changed"}
+            data |= {"generation": new[1], "rows_end": new[2]}
         if known[3] != new[3]:
             data["timeline"] = "changed"
         if known[4] != new[4]:

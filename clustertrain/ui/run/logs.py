@@ -81,15 +81,20 @@ def find_log(run: RunDir, key: str) -> Path:
     return attempt.logs / f"{match[2]}.log"
 
 
-def read_lines(run: RunDir, key: str, before: int | None, count: int) -> dict[str, Any]:
-    """Return the last ``count`` lines before an offset in bytes, or of the whole log.
+def read_lines(run: RunDir, key: str, *, count: int, before: int | None, after: int | None) -> dict[str, Any]:
+    """Return ``count`` lines: those from offset ``after`` (bytes), or the last ones before ``before``, or of the log.
 
     Raises:
         NotFound: there is no such log.
     """
     with explain_permission_errors():
         try:
-            window = lines.read_before(find_log(run, key), before, min(count, MAX_LINES))
+            path, count = find_log(run, key), min(count, MAX_LINES)
+            if after is not None:
+                window = lines.read_after(path, after)
+                window = window._replace(lines=window.lines[:count])
+            else:
+                window = lines.read_before(path, before, count)
         except FileNotFoundError:
             return {"key": key, "exists": False, "lines": [], "start": 0, "end": 0, "size": 0, "cursor": "0-0"}
     return {"key": key, "exists": True, **_window_document(window), "cursor": f"{window.end}-{window.size}"}

@@ -98,6 +98,8 @@ def test_logs_are_listed_and_read_in_parts(client: TestClient, run: RunDir) -> N
     assert [text for _, text in last["lines"]] == ["line 1997", "line 1998", "line 1999"]
     before = get(client, lines, key="1/rank-0", before=last["start"], count=2)
     assert [text for _, text in before["lines"]] == ["line 1995", "line 1996"]
+    following = get(client, lines, key="1/rank-0", after=before["start"], count=3)
+    assert [text for _, text in following["lines"]] == ["line 1995", "line 1996", "line 1997"]
     assert get(client, lines, key="1/agent-n1")["lines"] == [[0, "torchrun"]]
     assert get(client, lines, key="1/rank-99")["exists"] is False
 
@@ -120,7 +122,7 @@ def test_hostile_line_is_harmless_text(client: TestClient, run: RunDir) -> None:
 def test_new_lines_continue_the_log_and_a_replaced_log_restarts(run: RunDir) -> None:
     write_log(run, 0, "one\ntwo\nthr")
     path = run.attempt(1).rank_log(0)
-    page = run_logs.read_lines(run, "1/rank-0", None, 10)
+    page = run_logs.read_lines(run, "1/rank-0", count=10, before=None, after=None)
     topic = run_logs.LogTopic(path)
     assert not topic.refresh() and topic.changes_since(page["cursor"]) is None
     with path.open("a") as f:

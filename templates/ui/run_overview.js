@@ -1,0 +1,186 @@
+// The first tab: how far the run is, whether anything is wrong, where the time went, and the attempts.
+import { createAxis } from "./axis.js";
+import { createChart, fillLegend, line } from "./chart.js";
+import { card, command, el, number, percent, problem, stateBadge, stepTime, table, timeOf, whole, withCode } from "./run_parts.js";
+import { formatDuration } from "./text.js";
+
+const MOST_NOTES = 6; // shown without asking
+const MOST_DOTS = 100;
+const SEVERITIES = { critical: "✖ critical", warning: "▲ warning", info: "● info" };
+
+export function create(panel, run) {
+  const progress = el("section", "card progress-card");
+  progress.setAttribute("aria-label", "Progress");
+  const trouble = el("div", "stack");
+  const notes = card("Notes");
+  const time = card("Where the time went");
+  const loss = card("Loss", "loss-card");
+  const attempts = card("Attempts");
+  panel.append(progress, trouble, el("div", "columns", notes.box, el("div", "stack", loss.box, time.box)), attempts.box);
+  notes.body.append(el("p", "soft", "The samples of all GPUs are being summarized…"));
+  const chart = lossChart(loss, run);
+
+  const loadNotes = async () => {
+    try {
+      showNotes(notes, await run.telemetry());
+    } catch (error) {
+      notes.body.replaceChildren(problem(error.message, error.fix));
+    }
+  };
+  return {
+    show: () => {
+      chart.want();
+      loadNotes();
+    },
+    onChange: (change) => {
+      if (change.status && !change.status.error) {
+        showProgress(progress, change.status, run);
+        showTrouble(trouble, change.status);
+        showTime(time, change.status);
+        showAttempts(attempts, change.status, run);
+      }
+      if (change.telemetry && run.tab === "overview") loadNotes();
+    },
+  };
+}
+
+function showProgress(box, status, run) {
+  const { step, total_steps: total } = status;
+  const share = step !== null && total ? Math.min(1, step / total) : null;
+  const bar = el("progress");
+  bar.max = 1;
+  if (share !== null) bar.value = share;
+  bar.setAttribute("aria-label", share === null ? "Progress is unknown" : `Progress: ${Math.floor(100 * share)} %`);
+  const steps = step === null ? "No step yet" : `Step ${whole(step)}${total ? ` of ${whole(total)}` : ""}`;
+  const left = status.eta_s === null || status.eta_s === undefined ? "" : `${formatDuration(status.eta_s)} left`;
+  const line_ = el("p", "progress-line", el("strong", "", steps), share === null ? "" : el("span", "", `${Math.floor(100 * share)} %`), left && el("span", "", left));
+  const tiles = el("dl", "tiles", ...tilesOf(status, run));
+  box.replaceChildren(line_, ...(share === null ? [] : [bar]), tiles);
+}
+
+function tilesOf(status, run) {
+  const { goodput } = status;
+  const since = status.state === "running" && status.since_step_s !== null ? el("span", "", "last step ", run.age(status.t - status.since_step_s), " ago") : "";
+  const saved = status.checkpoint_t ? el("span", "", run.age(status.checkpoint_t), " ago") : "–";
+  const ended = status.is_final && status.attempts.length ? status.attempts.at(-1).end : null;
+  return [
+    tile("Step time", stepTime(status.step_s), since),
+    tile("Tokens/s", status.tokens_per_s ? number(status.tokens_per_s) : "–", "of all ranks"),
+    tile("Loss", number(status.loss), status.contract?.value ? `${status.contract.metric} ${number(status.contract.value)}` : ""),
+    tile("Goodput", goodput.ratio === null ? "–" : percent(goodput.ratio), goodput.effective_ratio === null ? "no steps reported" : `${percent(goodput.effective_ratio)} of the time with nodes`),
+    tile("Last checkpoint", saved, status.checkpoint_step === null ? (status.saved ?? "none yet") : `step ${whole(status.checkpoint_step)}`),
+    ended ? tile("Ended", timeOf(ended), formatDuration(goodput.wall_s)) : tile("Submitted", status.submitted ? el("span", "", run.age(status.submitted), " ago") : "–", status.submitted ? timeOf(status.submitted) : ""),
+  ];
+}
+
+const tile = (name, value, about) => el("div", "tile", el("dt", "", name), el("dd", "", el("span", "value", value), el("span", "about", about || "")));
+
+function showTrouble(box, status) {
+  const lines = [];
+  if (status.pending_reason) lines.push(el("p", "banner warning", "Waiting for ", status.pending_reason, status.start_estimate ? el("span", "", "; expected to start ", timeOf(status.start_estimate)) : ""));
+  if (status.scheduler_error) lines.push(problem(`The scheduler did not answer: ${status.scheduler_error}`));
+  if (status.cancelling) lines.push(problem("Its owner cancelled the run; the job has not ended yet."));
+  const reason = status.end_reason || status.undecided_reason;
+  if (reason && !status.failure) lines.push(el("p", `banner ${status.state === "cancelled" ? "warning" : "critical"}`, reason));
+  if (status.failure) lines.push(failureCard(status, reason));
+  if (status.continue_command) lines.push(el("div", "banner warning", "To continue the run:", command(status.continue_command)));
+  if (status.skipped_steps || status.roll_backs) lines.push(problem(`${status.skipped_steps} steps were skipped, and the run rolled back ${status.roll_backs} times.`));
+  for (const error of status.read_errors) lines.push(problem(`Not read: ${error}`));
+  box.replaceChildren(...lines);
+  box.hidden = !lines.length;
+}
+
+function failureCard(status, reason) {
+  const { failure, attempts } = status;
+  const { box, body } = card(`${failure.rank === null ? "torchrun" : `Rank ${failure.rank}`} failed on ${failure.node}`, "critical");
+  const key = `${attempts.at(-1).n}/${failure.rank === null ? `agent-${failure.node}` : `rank-${failure.rank}`}`;
+  const link = Object.assign(el("a", "", "Open its log"), { href: `#logs/${key}` });
+  body.append(el("p", "", el("strong", "", failure.reason)), el("pre", "tail", failure.lines.join("\n") || "It printed nothing."), el("p", "soft", link, ` · ${failure.log}`));
+  if (reason) body.append(el("p", "", reason));
+  return box;
+}
+
+function showTime({ box, body }, status) {
+  const parts = status.goodput_parts;
+  box.hidden = !parts.length;
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 100 10");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("class", "ledger");
+  svg.setAttribute("aria-hidden", "true"); // the list below has the same
+  let left = 0;
+  const list = el("ul", "parts");
+  for (const { key, label, seconds, share } of parts) {
+    const rect = document.createElementNS(svg.namespaceURI, "rect");
+    Object.entries({ x: 100 * left, width: 100 * share, height: 10, class: `part-${key}` }).forEach(([name, value]) => rect.setAttribute(name, value));
+    svg.append(rect);
+    left += share;
+    list.append(el("li", "", el("i", `swatch bg-${key}`), label, " ", el("b", "", formatDuration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
+  }
+  body.replaceChildren(svg, list);
+}
+
+export function noteItem(note, onPick) {
+  const severity = note.severity in SEVERITIES ? note.severity : "info";
+  const of = note.rank !== null ? `rank ${note.rank}` : note.uuid || note.node;
+  let chip = "";
+  if (of && note.uuid && onPick) {
+    chip = el("button", "link", `Show ${of}`);
+    chip.type = "button";
+    chip.onclick = () => onPick(note);
+  } else if (of && note.uuid) chip = Object.assign(el("a", "", `Show ${of}`), { href: `#gpus/${note.node ?? ""}/${note.uuid}` });
+  return el("li", severity, el("span", "severity", SEVERITIES[severity]), el("div", "", el("p", "", ...withCode(note.text), " ", chip), note.fix ? el("p", "soft", ...withCode(note.fix)) : ""));
+}
+
+function showNotes({ body }, { insights, read_errors: errors, t }) {
+  const list = el("ul", "notes", ...insights.slice(0, MOST_NOTES).map((note) => noteItem(note)));
+  const rest = insights.slice(MOST_NOTES);
+  const more = el("details", "", el("summary", "", `${rest.length} more`), el("ul", "notes", ...rest.map((note) => noteItem(note))));
+  const nothing = el("p", "soft", "Nothing stands out in the recorded samples.");
+  body.replaceChildren(insights.length ? list : nothing, rest.length ? more : "", ...errors.map((e) => problem(`Not read: ${e}`)));
+  body.dataset.t = t;
+}
+
+function showAttempts({ body }, status, run) {
+  const rows = status.attempts.map((a) => [
+    el("span", "", `${a.n}`),
+    stateBadge(a.state),
+    timeOf(a.start),
+    a.start === null ? "–" : a.end === null && status.is_final ? "–" : a.end === null ? run.age(a.start) : formatDuration(a.end - a.start),
+    a.first_step === null && a.last_step === null ? "–" : `${whole(a.first_step)} – ${whole(a.last_step)}`,
+    a.nodes.length > 2 ? `${a.nodes[0]} + ${a.nodes.length - 1}` : a.nodes.join(", "),
+    el("span", "wrap", a.reason ?? ""),
+    Object.assign(el("a", "", "Logs"), { href: `#logs/${a.n}/rank-0`, ariaLabel: `Logs of attempt ${a.n}` }),
+  ]);
+  const columns = [["Attempt", "n"], ["State"], ["Started"], ["Ran", "n"], ["Steps", "n"], ["Nodes"], ["Ending"], ["Logs"]];
+  body.replaceChildren(rows.length ? table("Attempts", columns, rows) : el("p", "soft", "No attempt has started yet."));
+}
+
+function lossChart({ box, body }, run) {
+  const figure = el("figure");
+  const legend = el("ul", "key");
+  legend.setAttribute("aria-label", "Lines");
+  body.append(figure, legend);
+  box.hidden = true;
+  let chart = null;
+  let axis = null;
+  run.curves.onData(() => {
+    const { data } = run.curves;
+    if (!data || !data.curves.loss || data.steps.length < 2) return;
+    box.hidden = false;
+    const { times, steps, along } = run.curves.points;
+    if (!chart) {
+      axis = createAxis({ kind: "number", label: "step", range: [steps[0], steps.at(-1)] });
+      chart = createChart(figure, { title: "", unit: "", places: 4, span: "data", axes: { time: axis, step: axis }, x: "step" });
+    }
+    axis.setRange([data.steps[0], data.steps.reduce((a, b) => Math.max(a, b), 0)]);
+    const lines = [line("train", along(data.curves.loss), 0, { width: 1.5 })];
+    const validation = data.curves.validation_loss;
+    if (validation) lines.push(line("validation", along(validation), 1, { width: 1.5, sparse: true, dots: validation.filter((v) => v !== null).length <= MOST_DOTS }));
+    chart.setData({ times, steps, lines });
+    fillLegend(legend, lines.length > 1 ? lines : []);
+    legend.hidden = lines.length < 2;
+  });
+  return { want: () => run.curves.want(["loss", "validation_loss"]) };
+}
+

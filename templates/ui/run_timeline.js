@@ -1,0 +1,61 @@
+// Attempts, phases and events on one time axis, and the events as a table.
+import { createAxis } from "./axis.js";
+import { card, el, once, problem, table, timeOf } from "./run_parts.js";
+import { createTimeline } from "./timeline.js";
+
+const MOST_EVENTS = 200;
+
+export function create(panel, run) {
+  const chart = card("Timeline");
+  const events = card("Events");
+  const figure = el("figure");
+  const about = el("p", "about");
+  chart.body.append(about, figure);
+  const lanes = el("select");
+  lanes.id = "event-lane";
+  lanes.onchange = () => showEvents();
+  const list = el("div");
+  events.body.append(el("div", "toolbar", el("label", "check", "Show", lanes)), list);
+  panel.append(chart.box, events.box);
+  const view = { axis: null, timeline: null, data: null };
+
+  const showEvents = () => {
+    const chosen = view.data.marks.filter((m) => !lanes.value || m.lane === lanes.value).reverse();
+    const rows = chosen.slice(0, MOST_EVENTS).map((m) => [timeOf(m.t), `${m.attempt}`, m.kind.replaceAll("_", " "), el("span", "wrap", m.text)]);
+    const left = chosen.length - rows.length;
+    list.replaceChildren(
+      rows.length ? table("Events, newest first", [["Time"], ["Attempt", "n"], ["Event"], ["Description"]], rows) : el("p", "soft", "No events yet."),
+      left > 0 ? el("p", "soft", `${left} older events are not listed.`) : "",
+    );
+  };
+  const load = once(async () => {
+    try {
+      view.data = await run.ask("/timeline");
+    } catch (error) {
+      about.replaceChildren(problem(error.message, error.fix));
+      return;
+    }
+    const { attempts, marks, lanes: names, notes } = view.data;
+    about.textContent = notes.join(" ");
+    const chosen = lanes.value;
+    lanes.replaceChildren(new Option("All events", ""), ...names.map((name) => new Option(name, name)));
+    lanes.value = names.includes(chosen) ? chosen : "";
+    showEvents();
+    const starts = [...attempts.map((a) => a.start), ...marks.map((m) => m.t)].filter((t) => t !== null);
+    if (!starts.length) return;
+    const ends = [...attempts.map((a) => a.end ?? run.now), ...marks.map((m) => m.end ?? m.t)];
+    const range = [Math.min(...starts), Math.max(...ends)];
+    if (!view.timeline) {
+      view.axis = createAxis({ kind: "time", range });
+      view.timeline = createTimeline(figure, { axis: view.axis, title: "" });
+    }
+    view.axis.setRange(range);
+    view.timeline.setData(view.data);
+  });
+  return {
+    show: load,
+    onChange: (change) => {
+      if (change.timeline && run.tab === "timeline") load();
+    },
+  };
+}
