@@ -13,6 +13,7 @@ import click
 
 from clustertrain.cli.common import print_json
 from clustertrain.cli.job_options import CONTEXT_SETTINGS, TargetCommand, build_request, job_options
+from clustertrain.documentation import page_url
 from clustertrain.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -365,6 +366,6 @@ def _read_table(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     if missing:
         raise ConfigError(
             f"{source} lacks the columns {', '.join(missing)}",
-            fix="name the columns in the first line; docs/explanation/planner.md lists them",
+            fix=f"name the columns in the first line; {page_url('explanation/planner')} lists them",
         )
     return columns, rows

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from clustertrain import schema
 from clustertrain.config.evaluation import VALIDATION_PREFIX
+from clustertrain.documentation import page_url
 from clustertrain.durations import format_duration, format_step_time
 from clustertrain.plan.layout import Layout, pluralize
 from clustertrain.printable import printable
@@ -22,7 +23,7 @@ from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.progress import Failure, Progress, format_share
 from clustertrain.report.tables import Column, fit_table
 from clustertrain.report.terminal import Glyphs, meter
-from clustertrain.run import attempts, json_files
+from clustertrain.run import attempts, json_files, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_spec import load_command
 from clustertrain.run.usage.contract_status import ContractStatus, SliceStatus
@@ -56,7 +57,8 @@ GOODPUT_LABELS = {
     "shutdown_s": "shutdown",
     "lost_s": "lost",
 }
-NO_STEPS_REPORTED = "the program has reported no steps; see docs/guides/any-program.md"
+NO_STEPS_REPORTED = "the program has reported no steps"
+NO_STEPS_YET = "none yet; a program without torch.optim reports none"
 METER_WIDTH = 30
 RECIPE_HASH_DIGITS = 7  # `list --recipe` accepts a prefix of this length
 
@@ -78,7 +80,11 @@ def format_steps(status: RunStatus) -> str:
 def _format_progress(status: RunStatus, progress: Progress) -> str:
     """Format the step, its share, the rate and the time left: ``320/600 (53%), 0.36 s per step, 1m41s left``."""
     if status.step is None:
-        return NO_STEPS_REPORTED if status.goodput.ratio is None else "none yet"
+        if status.goodput.ratio is not None:
+            return "none yet"
+        if status.state == state.RUNNING:
+            return NO_STEPS_YET
+        return f"{NO_STEPS_REPORTED}; see {page_url('guides/any-program')}"
     share = f" ({format_share(status.step, status.total_steps)})" if status.total_steps else ""
     parts = [f"{format_steps(status)}{share}"]
     if progress.step_s is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clustertrain.config.telemetry import AlertsSpec
+from clustertrain.documentation import page_url
 
 CRITICAL, WARNING, INFO = "critical", "warning", "info"
 SEVERITY_ORDER = {CRITICAL: 0, WARNING: 1, INFO: 2}
@@ -25,7 +26,7 @@ FIX_CPU_CORES = "request more cores with --cpus-per-gpu"
 FIX_GPU_MEMORY = "use a smaller micro batch, activation checkpointing or more sharding, before a longer batch fails"
 FIX_NETWORK = (
     "use a larger micro batch, more gradient accumulation, or a layout that keeps its traffic inside a node "
-    "(`clustertrain plan` shows the cost of each); see docs/explanation/nccl.md for the network"
+    f"(`clustertrain plan` shows the cost of each); see {page_url('explanation/nccl')} for the network"
 )
 _FIX_DATA_LOADING = "use more data-loader workers (data.workers), faster or local storage, or preprocessed data"
 _FIX_SMALL_KERNELS = "use a larger micro batch, compile = true or CUDA graphs, or fewer GPUs"

@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from clustertrain import reading
+from clustertrain.documentation import page_url
 from clustertrain.errors import ConfigError
 
 INDEX_FILE = "index.json"
@@ -77,13 +78,13 @@ def load_index(folder: Path) -> ShardIndex:
         if not names:
             raise ConfigError(
                 f"data.path = {str(folder)!r}: contains neither {INDEX_FILE} nor .npy, .idx or .ds files",
-                fix="create it with `clustertrain data tokenize`; docs/guides/data.md describes the format",
+                fix=f"create it with `clustertrain data tokenize`; {page_url('guides/data')} describes the format",
             )
         return ShardIndex(shards=tuple(TokenShard(file=name) for name in names))
     try:
         index = reading.read_struct(path, ShardIndex)
     except reading.UnusableFile as e:
-        raise ConfigError(e.message, fix="docs/guides/data.md describes the format") from e
+        raise ConfigError(e.message, fix=f"{page_url('guides/data')} describes the format") from e
     if not index.shards:
         raise ConfigError(f"{path}: no shards", fix="give other data, this folder is empty")
     _check_index(path, index)

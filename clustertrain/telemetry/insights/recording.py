@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from clustertrain.documentation import page_url
 from clustertrain.run import events
 from clustertrain.telemetry.findings import CRITICAL, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
@@ -120,7 +121,7 @@ def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:
             f"alerts were not delivered by {channel}{f' {to}' if to else ''}{_on_hosts(failures)}:"
             f" {_format_reasons(failures)}"
         )
-        fix = "read the alerts in the run's events; see docs/guides/monitor.md for messages and timeouts"
+        fix = f"read the alerts in the run's events; see {page_url('guides/monitor')} for messages and timeouts"
         yield Insight(severity=WARNING, code="alerts_not_delivered", text=text, fix=fix)
 
 

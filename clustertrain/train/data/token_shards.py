@@ -16,6 +16,7 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing.foreign_shards import LOSS_SUFFIX, load_shards
 from clustertrain.config.parsing.saved_datasets import is_saved_dataset
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary
+from clustertrain.documentation import page_url
 from clustertrain.errors import ConfigError
 from clustertrain.train.core.step_types import DOCUMENT_STARTS
 from clustertrain.train.data import validation_split
@@ -123,7 +124,7 @@ class TokenCorpus:
                 )
         except (OSError, ValueError) as e:
             raise ConfigError(
-                f"{path}: not a shard of tokens: {e}", fix="see docs/guides/data.md for the format"
+                f"{path}: not a shard of tokens: {e}", fix=f"see {page_url('guides/data')} for the format"
             ) from e
         if tokens.ndim != 1 or tokens.dtype.name not in DTYPE_BYTES:
             raise ConfigError(
@@ -146,7 +147,7 @@ class TokenCorpus:
                 answers = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as e:
             raise ConfigError(
-                f"{path}: not an array of marks: {e}", fix="see docs/guides/data.md for the format"
+                f"{path}: not an array of marks: {e}", fix=f"see {page_url('guides/data')} for the format"
             ) from e
         if answers.shape != (tokens,) or answers.dtype not in (np.bool_, np.uint8):
             raise ConfigError(

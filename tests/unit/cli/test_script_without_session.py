@@ -54,7 +54,7 @@ def new_script_run(home: Path, name: str, *, ended: bool = True) -> RunDir:
 def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_script_run(tmp_path, "script-abc234")
     shown = run_cli("status", run.id)
-    assert "the program has reported no steps; see docs/guides/any-program.md" in shown
+    assert "the program has reported no steps; see https://" in shown and "/guides/any-program/" in shown
     assert "goodput unknown" in shown and "0%;" not in shown
     assert "to 0" not in shown and " - " not in shown
     status = json.loads(run_cli("status", run.id, "--json"))
@@ -68,6 +68,14 @@ def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path
     other = new_script_run(tmp_path, "other-zzz222")
     telemetry = json.loads(run_cli("compare", run.id, other.id, "--json"))["telemetry"]
     assert telemetry["figures"]["goodput"]["a"] is None and telemetry["goodput"]["productive_s"]["a"] is None
+
+
+def test_status_of_a_script_that_starts_does_not_say_that_it_reports_no_steps(run_cli: RunCli, tmp_path: Path) -> None:
+    run = new_script_run(tmp_path, "script-abc234", ended=False)
+    create_job("local-1", run)
+    shown = run_cli("status", run.id)
+    assert "running" in shown and "none yet; a program without torch.optim reports none" in shown
+    assert "goodput unknown" in shown and shown.count("no steps") == 1
 
 
 def test_trainer_that_died_before_its_first_step_has_goodput_0(run_cli: RunCli, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from clustertrain.config.parsing.foreign_shards import ENDS_SUFFIX, MEGATRON_HEADER, MEGATRON_SUFFIX
 from clustertrain.config.parsing.token_shards import DTYPE_BYTES, TokenDtype
+from clustertrain.documentation import page_url
 from clustertrain.errors import ConfigError
 
 EndsArray = np.ndarray[Any, np.dtype[Any]]
@@ -32,7 +33,7 @@ def read_document_ends(path: Path, dtype: TokenDtype | None) -> EndsArray:
         return ends
     except (OSError, ValueError) as e:
         raise ConfigError(
-            f"{path}: not an array of document ends: {e}", fix="see docs/guides/data.md for the format"
+            f"{path}: not an array of document ends: {e}", fix=f"see {page_url('guides/data')} for the format"
         ) from e
 
 

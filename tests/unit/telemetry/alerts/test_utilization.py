@@ -74,7 +74,7 @@ def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
             "waiting for communication, with NVLink at 60.0 GB/s and InfiniBand at 5.0 GB/s per GPU",
             "a larger micro batch, more gradient accumulation",
         ),
-        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s per GPU", "docs/explanation/nccl.md"),
+        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s per GPU", "/explanation/nccl/"),
         (busy(0.5, pcie=1e9), "data and processors are not the cause; kernels may be too small", "compile = true"),
         (busy(0.5, cpu=None), "the recorded data does not show the cause", "a larger micro batch"),
         # On a node with many more processors than the job's eight.
