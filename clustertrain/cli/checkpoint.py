@@ -27,7 +27,9 @@ from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, CheckpointError, NotF
 if TYPE_CHECKING:
     from clustertrain.report.documents.checkpoints import VerifiedCheckpoint
 
-step_option = click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint.  [default: see above]")
+step_option = click.option(
+    "--step", type=click.IntRange(min=0), metavar="STEP", help="Step of the checkpoint.  [default: see above]"
+)
 
 
 @dataclass(frozen=True)
@@ -344,7 +346,9 @@ def export(
 
 @checkpoint.command()
 @required_run_argument
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of newest checkpoints to keep.")
+@click.option(
+    "--keep", type=click.IntRange(min=1), metavar="N", required=True, help="Number of newest checkpoints to keep."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
 @json_option
 def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:

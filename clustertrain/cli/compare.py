@@ -23,6 +23,10 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
     """Compare runs: which is best, curves, settings that differ and, for two runs, their telemetry.
 
     The metric of the recipes' contract decides which is best. A sweep stands for all its runs.
+
+    \b
+    clustertrain compare net-abc234 net-def567
+    clustertrain compare SWEEP --metric loss --by hours --html curves.html
     """
     from clustertrain.report.html import check_path
     from clustertrain.report.runs import compare as comparison

@@ -22,9 +22,9 @@ def completion(shell: str) -> None:
     """Print the script with which a shell completes commands, options, runs, recipe keys and GPU types.
 
     \b
-    bash:  eval "$(clustertrain completion bash)"        in ~/.bashrc
-    zsh:   eval "$(clustertrain completion zsh)"         in ~/.zshrc
-    fish:  clustertrain completion fish | source         in ~/.config/fish/config.fish
+    eval "$(clustertrain completion bash)"       in ~/.bashrc
+    eval "$(clustertrain completion zsh)"        in ~/.zshrc, after compinit
+    clustertrain completion fish | source        in ~/.config/fish/config.fish
     """
     from click.shell_completion import get_completion_class
 
@@ -32,7 +32,36 @@ def completion(shell: str) -> None:
 
     cls = get_completion_class(shell)
     assert cls is not None
-    click.echo(cls(cli, {}, "clustertrain", COMPLETION_VARIABLE).source())
+    script = cls(cli, {}, "clustertrain", COMPLETION_VARIABLE).source()
+    for old, new in _CHANGES[shell]:
+        script = script.replace(old, new)
+    click.echo(script)
+
+
+# To click's scripts. A value follows KEY= without a blank in between, and a comma does not end a description. Where
+# another version of click has other lines, its script stays as it is.
+_CHANGES = {
+    "bash": [
+        (
+            "    return 0\n}",
+            """    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]]; then
+        compopt -o nospace 2>/dev/null
+    fi
+
+    return 0
+}""",
+        )
+    ],
+    "zsh": [
+        (
+            """            if [[ "$descr" == "_" ]]; then""",
+            """            if [[ "$key" == *= ]]; then
+                compadd -U -V unsorted -S '' -- "$key"
+            elif [[ "$descr" == "_" ]]; then""",
+        )
+    ],
+    "fish": [('string split ","', 'string split -m 1 ","')],
+}
 
 
 def _completing(values: Callable[[], Iterable[tuple[str, str | None]]]) -> _Complete:

@@ -20,7 +20,7 @@ def data() -> None:
     """Prepare data before a run: token shards."""
 
 
-@data.command()
+@data.command(short_help="Convert text or conversations to token shards.")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--out",
@@ -29,7 +29,9 @@ def data() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="New folder for the shards.",
 )
-@click.option("--pattern", default="*", show_default=True, help="Glob pattern of the files in a folder.")
+@click.option(
+    "--pattern", metavar="GLOB", default="*", show_default=True, help="Glob pattern of the files in a folder."
+)
 @click.option(
     "--documents",
     type=click.Choice(["files", "lines", "jsonl", "rows", "chat"]),
@@ -38,9 +40,12 @@ def data() -> None:
     help="A document is a file, a line, the text under --key of a JSON line or of a row of a data set saved with "
     'save_to_disk, or a conversation (for data.kind = "chat").',
 )
-@click.option("--key", help="Key of the text in each JSON line, or its column in each row.  [default: text]")
+@click.option(
+    "--key", metavar="NAME", help="Key of the text in each JSON line, or its column in each row.  [default: text]"
+)
 @click.option(
     "--tokenizer",
+    metavar="NAME",
     default="bytes",
     show_default=True,
     help="bytes, a tokenizer.json or a folder with one, or package.module:function that maps str to token ids.",
@@ -50,14 +55,17 @@ def data() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Chat template in Jinja.  [default: the tokenizer's own]",
 )
-@click.option("--end", type=click.IntRange(min=0), help="Token id to append to each document.")
+@click.option("--end", type=click.IntRange(min=0), metavar="ID", help="Token id to append to each document.")
 @click.option(
     "--dtype",
     type=click.Choice(["uint8", "uint16", "uint32"]),
     help="Type of the tokens.  [default: the smallest for bytes and for a tokenizer.json, else uint32]",
 )
 @click.option(
-    "--shard-tokens", type=click.IntRange(min=1), help="Approximate number of tokens per shard.  [default: 33554432]"
+    "--shard-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Approximate number of tokens per shard.  [default: 33554432]",
 )
 @json_option
 def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options: Any) -> None:

@@ -51,6 +51,10 @@ def exec_(name: str, rank: int | None, node: str | None, command: tuple[str, ...
 
     On Slurm it is a step of the same job (`srun --overlap`), which ends with the job. The exit code is the command's.
     In a run with a container, CMD runs on the node, outside the container.
+
+    \b
+    clustertrain exec RUN -- nvidia-smi
+    clustertrain exec RUN --rank 5 -- py-spy dump --pid 4711
     """
     _replace_process(name, rank, node, command)
 

@@ -35,7 +35,7 @@ def _output_option(default: str) -> Callable[[F], F]:
 _force_option = click.option("--force", is_flag=True, help="Replace the file if it exists.")
 
 
-@init.command()
+@init.command(short_help="Write a recipe for the built-in trainer.")
 @click.option("--model", metavar="PRESET|PATH|RUN", help="A preset, or pretrained weights to start from.")
 @click.option("--data", metavar="PATH", help="A folder of text or token shards, or a .jsonl file of conversations.")
 @click.option("--tokenizer", metavar="PATH", help="Tokenizer of the conversations.")
@@ -70,7 +70,7 @@ def recipe(
     click.echo("  clustertrain recipe explain optim.lr       what a key means")
 
 
-@init.command()
+@init.command(short_help="Write a training script that uses a session.")
 @_output_option("train.py")
 @_force_option
 def script(output: Path, force: bool) -> None:

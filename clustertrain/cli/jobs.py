@@ -191,6 +191,9 @@ def wait(names: tuple[str, ...], as_json: bool) -> int:
     """Wait until all given runs have ended. Exit code 0 only if all completed; Ctrl-C stops the waiting, not the runs.
 
     A sweep stands for all its runs.
+
+    \b
+    clustertrain wait RUN && clustertrain checkpoint export RUN -o model
     """
     runs = find_runs(names or ("latest",))
     return wait_for(runs, runs[0].id if len(runs) == 1 else " ".join(names), as_json=as_json)
@@ -340,7 +343,12 @@ def _check_wrapped_requeue(run: RunDir, job_id: str, overrides: Mapping[str, str
 @click.option("--nodelist", metavar="NODES", help="Nodes to use.")
 @json_option
 def requeue(name: str, as_json: bool, **options: str | None) -> None:
-    """Stop RUN at a checkpoint and start it again, or continue it if it has ended."""
+    """Stop RUN at a checkpoint and start it again, or continue it if it has ended.
+
+    \b
+    clustertrain requeue RUN
+    clustertrain requeue RUN --time 12:00:00 --exclude gpu-07
+    """
     from clustertrain.run.attempts import load_submit_options
     from clustertrain.run.run_spec import load_spec
     from clustertrain.scheduler.run_status import backend_for_run, run_status

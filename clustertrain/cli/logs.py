@@ -34,9 +34,9 @@ MAX_LINE_BYTES = 1 << 20  # a longer line is split
 )
 @click.option("--grep", "pattern", metavar="REGEX", help="Only lines that match a regular expression.")
 @click.option("--since", metavar="TIME", help="Only lines of the last 10m or 1h, or since 14:30 or '2026-01-31 14:30'.")
-@click.option("--rank", type=click.IntRange(min=0), help="Rank whose log to print.  [default: 0]")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Rank whose log to print.  [default: 0]")
 @click.option("--all-ranks", is_flag=True, help="Print the logs of all ranks, each line with its rank.")
-@click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt.")
 @click.option("--job", is_flag=True, help="Print the job's log instead: batch script, srun and Slurm.")
 @click.option("--node", metavar="NAME", help="Print torchrun's log of this node instead.")
 @click.option("--errors", is_flag=True, help="Show why each failed rank of the last attempt failed, instead of a log.")
@@ -58,6 +58,12 @@ def logs(
     """Print the log of one rank of RUN.
 
     Control characters are shown escaped, for example as \\x1b.
+
+    \b
+    clustertrain logs -f                        follow rank 0 of the newest run
+    clustertrain logs RUN -n 50 --rank 5        the last 50 lines of rank 5
+    clustertrain logs RUN --since 10m --grep loss
+    clustertrain logs RUN --errors              why it failed
     """
     chosen = {"--rank": rank is not None, "--all-ranks": all_ranks, "--job": job, "--node": node, "--errors": errors}
     if len(exclusive := [option for option, is_set in chosen.items() if is_set]) > 1:

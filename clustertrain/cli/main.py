@@ -71,6 +71,14 @@ COMMANDS = {
         "Print the shell completion script for bash, zsh or fish.",
     ),
 }
+# Sections of `--help`. Commands that no section names come last.
+_SECTIONS = {
+    "Start": ("init", "demo", "plan", "submit", "sweep", "adopt", "wrap"),
+    "Watch": ("list", "status", "logs", "top", "ui", "watch"),
+    "Control": ("wait", "cancel", "requeue", "rerun", "rm", "exec", "shell"),
+    "Understand": ("telemetry", "compare", "open", "diagnose", "track"),
+    "Files and settings": ("checkpoint", "data", "recipe", "cluster"),
+}
 
 
 class LazyGroup(click.Group):
@@ -102,8 +110,12 @@ class LazyGroup(click.Group):
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(verb, text) for verb, (_, text) in COMMANDS.items()])
+        named = {verb for verbs in _SECTIONS.values() for verb in verbs}
+        width = max(map(len, COMMANDS))  # one column for all sections
+        for title, verbs in {**_SECTIONS, "Other": tuple(verb for verb in COMMANDS if verb not in named)}.items():
+            rows = [(verb.ljust(width), COMMANDS[verb][1]) for verb in verbs if verb in COMMANDS]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

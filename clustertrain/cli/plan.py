@@ -50,7 +50,12 @@ def plan(
     calibrate: bool,
     **options: Any,
 ) -> int:
-    """Show what submit would choose; submit nothing. --why explains the choices."""
+    """Show what submit would choose; submit nothing. --why explains the choices.
+
+    \b
+    clustertrain plan recipe.toml --nodes 4 --gpus 8 --gpu-type h100
+    clustertrain plan recipe.toml --gpu-type h100 --gpus-range 8-64
+    """
     as_json = options["as_json"]
     if table is not None and (gpus_range is not None or find_micro_batch):
         other = "--gpus-range" if gpus_range is not None else "--find-micro-batch"

@@ -23,7 +23,7 @@ def recipe() -> None:
     """Explain the keys of recipes; print their JSON Schema."""
 
 
-@recipe.command()
+@recipe.command(short_help="Show the type, default, range and meaning of a key.")
 @click.argument("key", metavar="KEY", shell_complete=complete_keys)
 @json_option
 def explain(key: str, as_json: bool) -> None:
@@ -56,7 +56,7 @@ def explain(key: str, as_json: bool) -> None:
     emit(console, *parts)
 
 
-@recipe.command()
+@recipe.command(short_help="Print the JSON Schema of recipes, for editors.")
 def schema() -> None:
     """Print the JSON Schema of recipes, with which editors complete and check the keys of a TOML file.
 

@@ -29,6 +29,10 @@ def rerun(name: str, options: tuple[str, ...]) -> Any:
     """Submit the command of RUN again, in the same folder, with the files as they are now.
 
     Options of `submit` after RUN, such as `--set optim.lr=1e-4` or `--nodes 8`, override those of RUN.
+
+    \b
+    clustertrain rerun RUN --set optim.lr=1e-4
+    clustertrain rerun RUN --nodes 8 --time 12:00:00
     """
     from clustertrain.cli.submit import submit
 

@@ -42,6 +42,10 @@ def rm(
 
     A run that may still start or run is never deleted, and one with a checkpoint only with --checkpoints. Checkpoints
     outside the run folder and copies in object storage are kept.
+
+    \b
+    clustertrain rm --older-than 30d --dry-run
+    clustertrain rm RUN --checkpoints
     """
     if bool(names) == bool(older_than):
         raise UsageError("rm: name runs, or give --older-than TIME", fix="clustertrain rm RUN, or --older-than 30d")

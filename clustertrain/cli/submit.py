@@ -30,6 +30,12 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     With neither, the built-in trainer runs its default preset.
 
     Any other program: -m MODULE ARGS, or -- COMMAND ARGS, such as -- torchrun train.py or -- ./run.sh.
+
+    \b
+    clustertrain submit recipe.toml --nodes 4 --gpus 8 --time 1-00:00:00
+    clustertrain submit --gpus 8 train.py --lr 3e-4
+    clustertrain submit --gpus 8 -- torchrun train.py
+    clustertrain submit recipe.toml --set optim.lr=1e-4 --dry-run
     """
     as_json = options["as_json"]
     if wait and follow:

@@ -45,6 +45,11 @@ def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool,
 
     RECIPE.toml, SCRIPT.py and the options are those of `submit`. Put options before SCRIPT.py; everything after it is
     passed to the script. `sweep show` shows the results.
+
+    \b
+    clustertrain sweep recipe.toml --grid optim.lr=log:1e-4:1e-2:5 --gpus 8
+    clustertrain sweep recipe.toml --grid optim.lr=1e-4,3e-4 --grid train.seed=1,2
+    clustertrain sweep show
     """
     if not grid:
         raise _missing_grid_error(options["target"], options["args"])

@@ -62,6 +62,11 @@ def telemetry(
 
     RUN is a run id or a unique prefix of one, a job id, or `latest` (the default). --html, --csv and --parquet write a
     file instead of showing the report; --json prints it in addition.
+
+    \b
+    clustertrain telemetry RUN --brief          the verdict and the insights
+    clustertrain telemetry RUN --gpu gpu-07:3 --since 1h
+    clustertrain telemetry RUN --html report.html
     """
     since_s = None if since is None else parse_since(since)
     if html == "-":

@@ -35,7 +35,12 @@ _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
 @json_option
 @click.option("--once", is_flag=True, help="Print one frame and exit.")
 @click.option(
-    "--interval", type=click.FloatRange(min=0.2), default=1.0, show_default=True, help="Seconds between frames."
+    "--interval",
+    type=click.FloatRange(min=0.2),
+    metavar="S",
+    default=1.0,
+    show_default=True,
+    help="Seconds between frames.",
 )
 def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     """Watch RUN's GPUs, ranks, speed, loss and events live, problems first.
@@ -45,8 +50,8 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     h or ?     all keys
     up, down   select a row
     Enter      its values and the end of its log
-    s          sort by problems, node, utilization, memory, power, temperature or step
-    /          show only rows of a node, a rank (5) or a GPU (gpu 3), or with a problem
+    s          sort by problems, node, utilization, memory, power, ...
+    /          show only rows of a node, a rank (5) or a GPU (gpu 3)
 
     On a pipe it prints plain text, one frame per --interval until the run ends. With --json it prints one line per
     frame, or with --once one formatted document.

@@ -12,18 +12,29 @@ from clustertrain.cli.job_options import GroupedOption
 from clustertrain.cli.main import COMMANDS, cli
 
 _HEADER = "<!-- Written by python -m docs.generate from clustertrain/cli. -->\n"
-_EXIT_CODES = """## Exit codes
+EXIT_CODES = (
+    (0, "success; for `wait`, `submit --wait` and `--follow`: every run completed"),
+    (1, "the command or the run failed"),
+    (2, "wrong usage"),
+    (75, "stopped on request (batch process, agent)"),
+    (78, "a wrong recipe, profile or environment: another attempt would fail the same way"),
+    (93, "must not be requeued: no progress, budget spent, or another attempt owns the run (batch process, agent)"),
+    (130, "Ctrl-C; the run continues"),
+)
 
-| code | meaning |
-|-|-|
-| 0 | success; for `wait`, `submit --wait` and `--follow`: every run completed |
-| 1 | the command or the run failed |
-| 2 | wrong usage |
-| 75 | stopped on request (batch process, agent) |
-| 78 | a wrong recipe, profile or environment: another attempt would fail the same way |
-| 93 | must not be requeued: no progress, the budget is spent, or another attempt owns the run (batch process, agent) |
-| 130 | Ctrl-C; the run continues |
-"""
+_SHELL = """## Completion and manual pages
+
+The shell completes commands, options, runs, recipe keys (`--set`), GPU types, profiles and checks. Add one line to its
+configuration:
+
+| shell | file | line |
+|-|-|-|
+| bash | `~/.bashrc` | `eval "$(clustertrain completion bash)"` |
+| zsh | `~/.zshrc`, after `compinit` | `eval "$(clustertrain completion zsh)"` |
+| fish | `~/.config/fish/config.fish` | `clustertrain completion fish \\| source` |
+
+pip installs a manual page for each command. `man clustertrain-submit` finds it if the environment's `bin` folder is in
+PATH."""
 
 
 def render() -> str:
@@ -33,7 +44,9 @@ def render() -> str:
         "RUN is a run id or a unique prefix of one, a job id (`123_4` for a task of an array), or `latest`. `latest` "
         "is the default except for commands that cannot be undone or start something. Every reporting command accepts "
         "`--json`: one [document](json.md) on standard output, with units in the names of the keys.",
-        _EXIT_CODES.rstrip(),
+        _SHELL,
+        "## Exit codes",
+        "\n".join(["| code | meaning |", "|-|-|", *(f"| {code} | {text} |" for code, text in EXIT_CODES)]),
     ]
     with click.Context(cli, info_name="clustertrain") as root:
         for name in COMMANDS:

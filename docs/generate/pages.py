@@ -8,6 +8,7 @@ from pathlib import Path
 from docs.generate import commands, configuration, documents, events, python_api, states
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
+MANUAL = Path(__file__).resolve().parents[1] / "man"
 PAGES: Mapping[str, Callable[[], str]] = {
     "recipe.md": configuration.render_recipe,
     "cluster-profile.md": configuration.render_cluster_profile,

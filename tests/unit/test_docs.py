@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -18,7 +20,7 @@ from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing import reference
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from docs.generate import pages
+from docs.generate import manual, pages
 from tests.cuda_emulation import waits
 from tests.cuda_emulation.layouts import CASES
 from tests.paths import ROOT
@@ -31,6 +33,21 @@ SCRIPTS = ROOT / "docs" / "guides" / "training-scripts.md"
 def test_reference_page_is_current(name: str) -> None:
     committed = (ROOT / "docs" / "reference" / name).read_text()
     assert committed == pages.PAGES[name](), "run: python -m docs.generate"
+
+
+def test_manual_pages_are_current() -> None:
+    committed = {path.name: path.read_text() for path in (ROOT / "docs" / "man").iterdir()}
+    assert committed == manual.render_pages(), "run: python -m docs.generate"
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
+def test_manual_pages_have_no_warnings() -> None:
+    pages = sorted((ROOT / "docs" / "man").iterdir())
+    done = subprocess.run(
+        ["groff", "-man", "-k", "-ww", "-Tutf8", "-rCHECKSTYLE=1", *pages], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert r"for example as \x1b" in done.stdout, "backslashes stay"
 
 
 @pytest.mark.parametrize("struct", [Recipe, JobSpec, ClusterProfile])

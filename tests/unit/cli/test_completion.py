@@ -1,4 +1,4 @@
-"""Completion in a real bash, of commands and of values."""
+"""Completion in a real bash, fish and zsh, of commands and of values."""
 
 from __future__ import annotations
 
@@ -65,10 +65,63 @@ def test_unreadable_home_completes_nothing(complete: Complete, monkeypatch: pyte
     assert complete("status", "n") == []
 
 
-@pytest.mark.parametrize(("shell", "check"), [("zsh", ["-n"]), ("fish", ["--no-execute"])])
-def test_other_shells_parse_their_completion(complete: Complete, shell: str, check: list[str], tmp_path: Path) -> None:
-    script = subprocess.run(["clustertrain", "completion", shell], capture_output=True, text=True, check=True).stdout
-    assert "_CLUSTERTRAIN_COMPLETE" in script
-    if shutil.which(shell) is not None:
-        (tmp_path / "script").write_text(script)
-        subprocess.run([shell, *check, tmp_path / "script"], check=True)
+# The script of each shell, run as a user's: fish has a command for it, and zsh types into a terminal of its own.
+FISH = "clustertrain completion fish | source; complete -C $argv[1]"
+ZSH = r"""
+zmodload zsh/zpty zsh/datetime
+zpty terminal zsh -f -i
+zpty -w terminal 'autoload -Uz compinit; compinit -D; stty cols 300; LISTMAX=1000; PROMPT="READY> "'
+zpty -w terminal 'eval "$(clustertrain completion zsh)"; bindkey "^T" complete-word; setopt noautomenu; print LOADED'
+zpty -r -m terminal ignored $'*\nLOADED*READY> *'
+zpty -n -w terminal "$1"$'\t'
+output=''
+# What it types is followed by nothing else, so it is complete when no more comes.
+deadline=$((EPOCHREALTIME + 20))
+until [[ $output == *${~2}* ]] || (( EPOCHREALTIME > deadline )); do
+  zpty -r -t terminal more && output+=$more || sleep 0.05
+done
+print -r -- "$output"
+zpty -d terminal
+"""
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("clustertrain sta", ["status\tShow a run's progress, loss and attempts, and why it failed."]),
+        ("clustertrain submit --layout zer", ["zero1"]),
+        ("clustertrain submit --set optim.lr_s", ["optim.lr_scale="]),
+        ("clustertrain submit --gpu-type h200", ["h200\t139.8 GiB"]),
+        ("clustertrain diagnose init", ["init-loss"]),
+        ("clustertrain status n", ["net"]),
+    ],
+)
+def test_fish(complete: Complete, line: str, expected: list[str]) -> None:
+    run = run_dir.create_run("net")
+    run.spec.write_text("version = 1\n")
+    done = subprocess.run(["fish", "-c", FISH, line], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ([run.id] if expected == ["net"] else expected)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("clustertrain sta", "clustertrain status"),
+        ("clustertrain submit --set optim.lr_s", "clustertrain submit --set optim.lr_scale="),
+        ("clustertrain status n", "clustertrain status net-"),
+    ],
+)
+def test_zsh(complete: Complete, line: str, expected: str) -> None:
+    run = run_dir.create_run("net")
+    run.spec.write_text("version = 1\n")
+    done = subprocess.run(["zsh", "-f", "-c", ZSH, "zsh", line, expected], capture_output=True, text=True, check=True)
+    assert expected in done.stdout, done
+
+
+def test_value_follows_a_key_without_a_blank(complete: Complete) -> None:
+    script = subprocess.run(["clustertrain", "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    assert "compopt -o nospace" in script
+    assert complete("submit", "--set", "optim.lr_s") == ["optim.lr_scale="]
