@@ -5,7 +5,8 @@
 //     span: "data",                 // y axis: "percent" is 0-100, "zero" starts at 0, "data" fits the values
 //     axes: { time, step },         // `step` is optional
 //     x: "time", log: false, smoothing: 0,   // changed later by setOptions({ x: "step", log: true, smoothing: 0.9 })
-//     backdrop: () => ({ attempts: [{ n, start, end }], marks: [{ t, prominent }] }),  // optional, on the time axis
+//     backdrop: () => ({ attempts: [{ n, start, end, step }], marks: [{ t, prominent }] }),  // optional. `step`: the
+//                                   // first one of the attempt
 //   });
 //   chart.setData({
 //     times: [t, …],                // UTC epoch s, ascending
@@ -206,15 +207,21 @@ class Chart {
     return `${one.label} ${text(mean(known))}, between ${text(low)} and ${text(high)}`;
   }
 
-  // Draw every other attempt as a band behind the lines, faults and alerts as dashed vertical lines.
+  // By time, draw every other attempt as a band behind the lines, faults and alerts as dashed vertical lines. By step,
+  // draw a vertical line where an attempt began.
   drawBackdrop(u) {
-    const backdrop = this.axis.kind === "time" && this.spec.backdrop();
+    const backdrop = this.spec.backdrop();
     if (!backdrop) return;
     const { ctx, bbox } = u;
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
+    if (this.axis.kind !== "time") {
+      drawStarts(u, backdrop.attempts);
+      ctx.restore();
+      return;
+    }
     ctx.fillStyle = color("--even");
     for (const a of backdrop.attempts) {
       if (a.n % 2 || a.start === null || a.end === null) continue;
@@ -233,6 +240,25 @@ class Chart {
       ctx.stroke();
     }
     ctx.restore();
+  }
+}
+
+function drawStarts(u, attempts) {
+  const { ctx, bbox } = u;
+  ctx.fillStyle = ctx.strokeStyle = color("--soft");
+  ctx.lineWidth = devicePixelRatio;
+  ctx.font = `${11 * devicePixelRatio}px system-ui, "DejaVu Sans", sans-serif`;
+  ctx.textBaseline = "top";
+  ctx.textAlign = "left";
+  for (const { n, step } of attempts.slice(1)) {
+    if (!isKnown(step)) continue;
+    const x = Math.round(u.valToPos(step, "x", true)) + (devicePixelRatio % 2) / 2;
+    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.fillText(String(n), x + 4 * devicePixelRatio, bbox.top + 1);
   }
 }
 

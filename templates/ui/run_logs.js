@@ -38,7 +38,7 @@ class LogView {
     this.scope.input.append(new Option("this log", "log"), new Option("all ranks of the attempt", "attempt"), new Option("all ranks, all attempts", "run"));
     this.following = check("Follow", true);
     this.wrap = check("Wrap lines", true);
-    const form = el("form", "toolbar search", labelOf("Search", this.text), this.scope.label, this.regex.label, submitButton());
+    const form = el("form", "toolbar log-search", labelOf("Search", this.text), this.scope.label, this.regex.label, submitButton());
     form.setAttribute("role", "search");
     form.onsubmit = (event) => {
       event.preventDefault();
@@ -165,7 +165,7 @@ class LogView {
     if (!failures.length) return;
     const items = failures.map((f) => el("li", "", Object.assign(el("a", "", f.who), { href: `#logs/${f.key}` }), `: ${f.reason}`));
     const [first, ...rest] = items;
-    const more = rest.length ? el("details", "", el("summary", "", `${rest.length + left} more ranks failed, mostly because of the first`), el("ul", "plain", ...rest)) : "";
+    const more = rest.length ? el("details", "", el("summary", "", `${rest.length + left} more failed, mostly because of this one`), el("ul", "plain", ...rest)) : "";
     this.failures.append(el("div", "banner critical", el("ul", "plain", first), more));
   }
 

@@ -1,8 +1,8 @@
 // The first tab: how far the run is, whether anything is wrong, where the time went, and the attempts.
 import { createAxis } from "./axis.js";
 import { createChart, fillLegend, line } from "./chart.js";
+import { duration } from "./format.js";
 import { card, command, el, number, percent, problem, stateBadge, stepTime, table, timeOf, whole, withCode } from "./run_parts.js";
-import { formatDuration } from "./text.js";
 
 const MOST_NOTES = 6; // shown without asking
 const MOST_DOTS = 100;
@@ -52,7 +52,7 @@ function showProgress(box, status, run) {
   if (share !== null) bar.value = share;
   bar.setAttribute("aria-label", share === null ? "Progress is unknown" : `Progress: ${Math.floor(100 * share)} %`);
   const steps = step === null ? "No step yet" : `Step ${whole(step)}${total ? ` of ${whole(total)}` : ""}`;
-  const left = status.eta_s === null || status.eta_s === undefined ? "" : `${formatDuration(status.eta_s)} left`;
+  const left = status.eta_s === null || status.eta_s === undefined ? "" : `${duration(status.eta_s)} left`;
   const line_ = el("p", "progress-line", el("strong", "", steps), share === null ? "" : el("span", "", `${Math.floor(100 * share)} %`), left && el("span", "", left));
   const tiles = el("dl", "tiles", ...tilesOf(status, run));
   box.replaceChildren(line_, ...(share === null ? [] : [bar]), tiles);
@@ -69,7 +69,7 @@ function tilesOf(status, run) {
     tile("Loss", number(status.loss), status.contract?.value ? `${status.contract.metric} ${number(status.contract.value)}` : ""),
     tile("Goodput", goodput.ratio === null ? "–" : percent(goodput.ratio), goodput.effective_ratio === null ? "no steps reported" : `${percent(goodput.effective_ratio)} of the time with nodes`),
     tile("Last checkpoint", saved, status.checkpoint_step === null ? (status.saved ?? "none yet") : `step ${whole(status.checkpoint_step)}`),
-    ended ? tile("Ended", timeOf(ended), formatDuration(goodput.wall_s)) : tile("Submitted", status.submitted ? el("span", "", run.age(status.submitted), " ago") : "–", status.submitted ? timeOf(status.submitted) : ""),
+    ended ? tile("Ended", timeOf(ended), duration(goodput.wall_s)) : tile("Submitted", status.submitted ? el("span", "", run.age(status.submitted), " ago") : "–", status.submitted ? timeOf(status.submitted) : ""),
   ];
 }
 
@@ -115,7 +115,7 @@ function showTime({ box, body }, status) {
     Object.entries({ x: 100 * left, width: 100 * share, height: 10, class: `part-${key}` }).forEach(([name, value]) => rect.setAttribute(name, value));
     svg.append(rect);
     left += share;
-    list.append(el("li", "", el("i", `swatch bg-${key}`), label, " ", el("b", "", formatDuration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
+    list.append(el("li", "", el("i", `swatch bg-${key}`), label, " ", el("b", "", duration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
   }
   body.replaceChildren(svg, list);
 }
@@ -146,7 +146,7 @@ function showAttempts({ body }, status, run) {
     el("span", "", `${a.n}`),
     stateBadge(a.state),
     timeOf(a.start),
-    a.start === null ? "–" : a.end === null && status.is_final ? "–" : a.end === null ? run.age(a.start) : formatDuration(a.end - a.start),
+    a.start === null ? "–" : a.end === null && status.is_final ? "–" : a.end === null ? run.age(a.start) : duration(a.end - a.start),
     a.first_step === null && a.last_step === null ? "–" : `${whole(a.first_step)} – ${whole(a.last_step)}`,
     a.nodes.length > 2 ? `${a.nodes[0]} + ${a.nodes.length - 1}` : a.nodes.join(", "),
     el("span", "wrap", a.reason ?? ""),

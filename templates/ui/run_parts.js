@@ -1,6 +1,7 @@
 // What the tabs of a run's page share: the run and its data, requests, small elements. All text is inserted as text.
+import { age, BADGES } from "./format.js";
 import { PackedTable, unpack } from "./packed.js";
-import { formatDuration, fresh, showTimes } from "./text.js";
+import { fresh, showTimes } from "./text.js";
 
 // Make an element. `children`: elements, texts, or nothing (null, false).
 export function el(name, className = "", ...children) {
@@ -15,14 +16,12 @@ export function withCode(text) {
   return text.split("`").map((part, i) => (i % 2 ? el("code", "", part) : part));
 }
 
-const STATE_CLASSES = {
-  completed: "good", running: "active", pending: "warning", requeued: "warning", preempted: "warning",
-  time_limit: "warning", signal: "warning", cancelling: "warning", failed: "critical", unreadable: "critical", cancelled: "", deleted: "",
-};
+// Endings of attempts that are no failure, beside the states of a run.
+const STATES = { ...BADGES, preempted: "warning", time_limit: "warning", signal: "warning", deleted: "" };
 
 // A state is never its color alone: the badge has its word.
 export function stateBadge(state) {
-  const known = state in STATE_CLASSES ? STATE_CLASSES[state] : state ? "critical" : "";
+  const known = state in STATES ? STATES[state] : state ? "critical" : "";
   return el("span", `badge ${known}`, state ? state.replaceAll("_", " ") : "unknown");
 }
 
@@ -84,7 +83,7 @@ export function command(text) {
 
 // A table. `columns`: [title, "n" for numbers]; `rows`: lists of texts and elements, the first of which heads its row.
 export function table(caption, columns, rows) {
-  const element = el("table", "", el("caption", "visually-hidden", caption));
+  const element = el("table", "", el("caption", "unseen", caption));
   const head = fresh("tr", fresh("thead", element));
   for (const [title, kind] of columns) fresh("th", head, title, kind || "").scope = "col";
   const body = fresh("tbody", element);
@@ -162,7 +161,7 @@ export class Run {
 
   showAges(root) {
     for (const element of root.querySelectorAll("[data-ago]")) {
-      const text = formatDuration(Math.max(0, Math.round(this.now - Number(element.dataset.ago))));
+      const text = age(Math.max(0, this.now - Number(element.dataset.ago)));
       if (element.textContent !== text) element.textContent = text;
     }
   }

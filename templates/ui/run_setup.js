@@ -88,13 +88,13 @@ function plan({ plan: p }) {
   const rejected = (p.rejected ?? []).map((r) => [r.strategy, el("span", "wrap", r.reason)]);
   if (rejected.length) body.append(el("details", "", el("summary", "", "Not chosen"), table("Layouts that were not chosen", [["Layout"], ["Reason"]], rejected)));
   const settings = p.environment.map((s) => [el("code", "", `${s.name}=${s.value}`), el("span", "wrap", s.reason ?? "")]);
-  if (settings.length) body.append(el("details", "", el("summary", "", `${settings.length} environment settings`), table("Environment settings of the plan", [["Setting"], ["Reason"]], settings)));
+  if (settings.length) body.append(el("details", "", el("summary", "", `Environment of the ranks: ${settings.length} chosen`), table("Environment settings of the plan", [["Setting"], ["Reason"]], settings)));
   return box;
 }
 
 function environment({ environment: names }) {
   const { box, body } = card("Environment");
-  body.append(names.length ? el("p", "", ...names.flatMap((name) => [el("code", "chip", name), " "])) : el("p", "soft", "No variables were set for this run."));
+  body.append(names.length ? el("p", "", ...names.flatMap((name) => [el("code", "env-name", name), " "])) : el("p", "soft", "No variables were set for this run."));
   if (names.length) body.append(el("p", "soft", "Names only: values may be secrets."));
   return box;
 }

@@ -133,10 +133,15 @@ export function create(panel, run) {
       legend.hidden = named.length < 2;
     }
     const several = backdrop(run).attempts.length > 1;
-    fillLegend(key, several ? [{ label: "attempt 2, 4, …", swatch: "even" }] : []);
+    const mark = controls.options().x === "step" ? { label: "start of an attempt", swatch: "start" } : { label: "attempt 2, 4, …", swatch: "even" };
+    fillLegend(key, several ? [mark] : []);
     key.hidden = !several;
   };
-  controls.onChange = () => view.charts.forEach(({ chart, spec }) => chart.setOptions({ ...controls.options(), log: controls.options().log && Boolean(spec.log) }));
+  controls.onChange = () => {
+    const { log, ...options } = controls.options();
+    view.charts.forEach(({ chart, spec }) => chart.setOptions({ ...options, log: log && Boolean(spec.log) }));
+    draw();
+  };
   run.curves.onData(() => requestAnimationFrame(draw));
   return {
     show: () => {
@@ -183,7 +188,7 @@ function makeControls() {
   log.id = "logarithmic";
   const smoothing = Object.assign(el("input"), { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, id: "smoothing" });
   const shown = el("output", "", "0");
-  const x = el("fieldset", "segmented", el("legend", "visually-hidden", "Horizontal axis"), byStep.label, byTime.label);
+  const x = el("fieldset", "segmented", el("legend", "unseen", "Horizontal axis"), byStep.label, byTime.label);
   const bar = el("div", "toolbar", x, el("label", "check", log, "Log scale"), el("label", "check", "Smoothing", smoothing, shown));
   const controls = { bar, onChange: () => {}, options: () => ({ x: byStep.input.checked ? "step" : "time", log: log.checked, smoothing: Number(smoothing.value) }) };
   for (const input of [byStep.input, byTime.input, log]) input.onchange = () => controls.onChange();
