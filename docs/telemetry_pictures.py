@@ -1,5 +1,7 @@
 """Draws docs/pictures/telemetry-{light,dark}.png: the HTML page of a made-up run in headless Chromium.
 
+Also report-{light,dark}.png, the top of the page, for the README.
+
 python docs/telemetry_pictures.py [FOLDER]
 """
 
@@ -18,6 +20,7 @@ from clustertrain.report import html  # noqa: E402
 from tests import pages  # noqa: E402
 
 WIDTH, HEIGHT = 1400, 1900
+TOP = 735  # the end of "Where the time went"
 
 
 def main(folder: Path) -> None:
@@ -30,6 +33,8 @@ def main(folder: Path) -> None:
             view.goto(file.as_uri())
             view.wait_for_selector("html[data-ready]")
             view.screenshot(path=folder / f"telemetry-{scheme}.png")
+            top = {"x": 0, "y": 0, "width": WIDTH, "height": TOP}
+            view.screenshot(path=folder / f"report-{scheme}.png", clip=top)  # type: ignore[arg-type]
         browser.close()
 
 
