@@ -41,7 +41,7 @@ def rm(
     """Delete the folders of ended runs.
 
     A run that may still start or run is never deleted, and one with a checkpoint only with --checkpoints. Checkpoints
-    outside the run folder and copies in object storage are kept.
+    outside the run folder and copies in object storage are kept. The folder of a sweep is deleted with its last run.
 
     \b
     clustertrain rm --older-than 30d --dry-run
@@ -56,15 +56,19 @@ def rm(
     if names and kept:  # nothing is deleted if something that was named cannot be
         reasons = "\n".join(f"{run.id}: {reason}" for run, reason in kept)
         raise ClusterTrainError(reasons, fix="nothing was deleted; name only runs that can be")
-    sizes = {run: _measure(run.path) for run in deletable}
+    from clustertrain.submit.leftovers import find_last_runs, remove_leftovers
+
+    sizes, sweeps = {run: _measure(run.path) for run in deletable}, find_last_runs(deletable)
     if not as_json:
-        _show(sizes, kept)
+        _show(sizes, kept, {sweep: _measure(sweep) for sweep in sweeps})
     deleted: list[RunDir] = []
     if not dry_run and sizes:
         if not yes and not click.confirm("Delete them?", err=True):
             return 1
         deleted, late = _delete_all(deletable, with_checkpoints=checkpoints)
         kept += late
+        for problem in remove_leftovers(deleted, sweeps):
+            click.echo(f"note: left over: {problem}", err=True)
         for run, reason in late if not as_json else ():
             click.echo(f"{run.id}: kept: {reason}", err=True)
     if as_json:
@@ -80,13 +84,16 @@ def rm(
     return 0 if dry_run or len(deleted) == len(sizes) else 1
 
 
-def _show(sizes: dict[RunDir, int], kept: Sequence[tuple[RunDir, str]]) -> None:
+def _show(sizes: dict[RunDir, int], kept: Sequence[tuple[RunDir, str]], sweeps: dict[Path, int]) -> None:
     for run, size in sizes.items():
         elsewhere = f"  (checkpoints in {run.checkpoints.resolve()} are kept)" if run.checkpoints.is_symlink() else ""
         click.echo(f"{run.id}  {_format_size(size)}{elsewhere}")
+    for sweep, size in sweeps.items():
+        click.echo(f"sweep {sweep.name}  {_format_size(size)}  (it has no other runs)")
     for run, reason in kept:
         click.echo(f"{run.id}: kept: {reason}", err=True)
-    click.echo(f"{pluralize(len(sizes), 'run')}, {_format_size(sum(sizes.values()))}", err=True)
+    total = sum(sizes.values()) + sum(sweeps.values())
+    click.echo(f"{pluralize(len(sizes), 'run')}, {_format_size(total)}", err=True)
 
 
 def _format_size(size: int) -> str:

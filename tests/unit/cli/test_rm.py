@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -16,6 +17,7 @@ from clustertrain.cli.rm import rm
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.run import lookup
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.local import job_folder
 from tests.unit.report import live_runs
 
 DAY = 86400.0
@@ -172,6 +174,51 @@ def test_linked_folder_is_not_deleted(home: Path) -> None:
     run.path.symlink_to(home / "elsewhere")
     error = call(run.id, "--yes").exception
     assert isinstance(error, ClusterTrainError) and "its folder is a link" in str(error) and run.path.is_symlink()
+
+
+def test_sweep_goes_with_its_last_run(home: Path) -> None:
+    runs = [new_run(home, f"net-abc23{i}") for i in range(2)]
+    sweep = home / "sweeps" / "net-xyz567"
+    (sweep / "code").mkdir(parents=True)
+    (sweep / "code" / "train.py").write_text("x" * 100_000)
+    for i, run in enumerate(runs):
+        (sweep / str(i)).symlink_to(f"../../runs/{run.id}")
+    first = call(runs[0].id, "--yes")
+    assert "sweep" not in first.stdout and (sweep / "code" / "train.py").exists()
+    assert f"sweep {sweep.name}  0.1 MiB" in call(runs[1].id, "--dry-run").stdout and sweep.exists()
+    assert call(sweep.name, "--yes").return_value == 0
+    assert not sweep.exists() and not runs[1].path.exists()
+
+
+def test_records_of_local_jobs_are_removed_but_ids_are_not_used_again(home: Path) -> None:
+    runs = [new_run(home, f"net-abc23{i}") for i in range(3)]
+    assert sorted(p.name for p in (home / "local").iterdir()) == ["2", "3", "4"]
+    assert call(runs[0].id, runs[2].id, "--yes").return_value == 0
+    # The newest stays, or the next job would be local-4 again.
+    assert sorted(p.name for p in (home / "local").iterdir()) == ["3", "4"]
+
+
+def test_job_for_which_another_one_waits_keeps_its_record(home: Path) -> None:
+    run, other = new_run(home, "net-abc234"), new_run(home, "net-xyz567", state="RUNNING")
+    record = job_folder("local-3")
+    job = record.read()
+    assert job is not None and job.run_dir == str(other.path)
+    record.write(msgspec.structs.replace(job, depends_on="local-2"))
+    assert call(run.id, "--yes").return_value == 0 and job_folder("local-2").path.exists()
+
+
+def test_entries_of_wrap_are_removed(home: Path) -> None:
+    runs = [new_run(home, f"net-abc23{i}") for i in range(2)]
+    folder = home / "wrapped" / "big-4711"
+    folder.mkdir(parents=True)
+    for i, run in enumerate(runs, 1):
+        fsio.write_json(folder / f"{i}.json", {"run": run.id})
+    fsio.write_json(folder / "start-0-0.json", {"run": runs[0].id})
+    (folder / "9.json").write_text("{")
+    assert call(runs[0].id, "--yes").return_value == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["2.json", "9.json", "start-0-0.json"]
+    (folder / "9.json").unlink()
+    assert call(runs[1].id, "--yes").return_value == 0 and not folder.exists()
 
 
 @pytest.mark.parametrize(
