@@ -14,6 +14,7 @@ from clustertrain.telemetry.report_schema import (
     Insight,
     Stats,
     Summary,
+    ThrottleShares,
     Timeline,
     TimelineEvent,
     TimeWindow,
@@ -59,6 +60,7 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
         training=CurveTable(T0, step_s, points, _training_values(points, running)),
         source="Each point is the mean of 1 min.",
         choice=None,
+        ranks=CurveTable(T0, step_s, points, _rank_values(points, running)),
     )
     return summary, curves
 
@@ -118,6 +120,7 @@ def _gpu_values(
         "sm_clock_mhz": clock,
         "pcie_bytes_per_s": use * 3.1e9,
         "nvlink_bytes_per_s": use * 212e9 + rng.normal(0, 2e9, (rows, points)) * (use > 0),
+        "throttled": np.where(np.arange(rows)[:, None] == hot, np.round(warm * (rng.random(points) < 0.7)), 0.0),
     }
     assert values.keys() == GPU_CURVES.keys()
     for m in values.values():
@@ -149,6 +152,15 @@ def _training_values(points: int, running: np.ndarray) -> dict[str, Matrix]:
     return {k: np.where(running, v, np.nan)[None, :] for k, v in values.items()}
 
 
+def _rank_values(points: int, running: np.ndarray) -> dict[str, Matrix]:
+    """Return the mean, the lowest and the highest rank; one rank becomes slow."""
+    rng = np.random.default_rng(10)
+    mean = 0.41 + rng.normal(0, 0.002, points)
+    slow = 0.09 / (1 + np.exp(-(np.arange(points) / points - 0.62) * 80))
+    rows = np.array([mean + slow / 32, mean - 0.01, mean + 0.012 + slow])
+    return {"forward_s": np.where(running, rows, np.nan)}
+
+
 def stats(values: Matrix, scale: float = 1.0) -> Stats | None:
     finite = values[np.isfinite(values)] * scale
     if not len(finite):
@@ -157,7 +169,7 @@ def stats(values: Matrix, scale: float = 1.0) -> Stats | None:
     return Stats(float(finite.mean()), p5, p50, p95, float(finite.max()))
 
 
-def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary:
+def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix], *, is_hot: bool) -> GpuSummary:
     energy = float(np.nansum(row["power_w"])) * 60
     return GpuSummary(
         node=node,
@@ -179,14 +191,16 @@ def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary
         memory_clock_mhz=None,
         timeline=Timeline(60.0, []),
         missing={},
+        throttle_ratio=ThrottleShares(0.02, 0.38 if is_hot else 0.0, 0.0),
     )
 
 
 def _summary(
     names: list[str], gpus: int, values: dict[str, Matrix], attempts: list[AttemptSummary], hours: float
 ) -> Summary:
+    hot_row = HOT % (len(names) * gpus)
     gpu_summaries = [
-        _gpu(node, i, n * gpus + i, {k: m[n * gpus + i] for k, m in values.items()})
+        _gpu(node, i, n * gpus + i, {k: m[n * gpus + i] for k, m in values.items()}, is_hot=n * gpus + i == hot_row)
         for n, node in enumerate(names)
         for i in range(gpus)
     ]
@@ -200,6 +214,7 @@ def _summary(
             node=idle.node,
             uuid=idle.uuid,
             rank=idle.ranks[0],
+            gpu_hours=22.9,
         ),
         Insight(
             severity="warning",
@@ -209,6 +224,7 @@ def _summary(
             node=hot.node,
             uuid=hot.uuid,
             rank=hot.ranks[0],
+            gpu_hours=96.3,
         ),
         Insight(
             severity="warning",
@@ -219,7 +235,12 @@ def _summary(
             uuid=slow.uuid,
             rank=slow.ranks[0],
         ),
-        Insight(severity="info", code="memory", text="Host memory: 412 of 1,024 GiB used.", fix="--mem 500G is enough"),
+        Insight(
+            severity="info",
+            code="host_memory_over_requested",
+            text="The job used 412 of 1,024 GiB of memory allocated on a node (40%)",
+            fix="use --mem=495G, the peak plus 20 %",
+        ),
     ]
     h = 3600 * hours / 24
     goodput = Goodput(wall_s=24.5 * h, queue_s=1.55 * h, startup_s=0.2 * h, restore_s=0.05 * h, repeated_s=0.0)
@@ -252,7 +273,11 @@ def _summary(
             loss=2.104,
         ),
         goodput=goodput,
-        waste=Waste(gpu_hours=732.8, wasted_gpu_hours=71.4, by_cause={"idle": 22.9}),
+        waste=Waste(
+            gpu_hours=732.8,
+            wasted_gpu_hours=71.4,
+            by_cause={"idle_gpus": 22.9, "evaluation": 10.5},
+        ),
     )
 
 

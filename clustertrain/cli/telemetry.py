@@ -128,9 +128,10 @@ def _check_html_path(html: str | None) -> None:
 def _write_page(run: RunDir, summary: Summary, html: str) -> None:
     """Write the HTML page. Raise ConfigError if it cannot be written."""
     from clustertrain.report.html import write
+    from clustertrain.report.html.context import load_context
     from clustertrain.telemetry.analysis.curves import build_curves
 
-    size = write(summary, build_curves(run, summary), Path(html))
+    size = write(summary, build_curves(run, summary), Path(html), load_context(run))
     click.echo(f"{html}: {size / 1e3:,.0f} kB", err=True)
 
 

@@ -44,7 +44,7 @@ def render(insights: Sequence[Insight], show_all: bool = False) -> list[Renderab
             remainder = f"and {len(group) - len(visible):,} more like these (--all shows them, --json has them)"
             parts.append(Padding(remainder, _PADDING))
         fixes = list(dict.fromkeys(n.fix for n in visible if n.fix))
-        parts += [Padding(Text(f"fix: {fix}"), _PADDING) for fix in fixes]
+        parts += [Padding(Text(f"{advice_label(group[0])}: {fix}"), _PADDING) for fix in fixes]
     return parts
 
 
@@ -53,8 +53,21 @@ def render_insight(insight: Insight) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=2)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(sign, style=style), Text(insight.text + format_target(insight)))
+    cost = format_cost(insight)
+    grid.add_row(Text(sign, style=style), Text(insight.text + format_target(insight) + (f" ({cost})" if cost else "")))
     return grid
+
+
+def advice_label(insight: Insight) -> str:
+    """Return what the advice of an insight is: a remark on a run without a problem has no fix."""
+    return "tip" if insight.severity == "info" else "fix"
+
+
+def format_cost(insight: Insight) -> str:
+    """Return what the finding cost, such as ``cost about 22.9 GPU-hours``; empty if unknown, or if the text says it."""
+    if insight.gpu_hours is None or insight.code == "gpu_hours_wasted":
+        return ""
+    return f"cost about {insight.gpu_hours:,.3g} GPU-hours"
 
 
 def format_target(insight: Insight) -> str:

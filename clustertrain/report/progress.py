@@ -63,7 +63,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Attempts that ended in another way than by a failure, whose ranks may have been killed in the end.
-_NOT_FAILED = frozenset(
+NOT_FAILED = frozenset(
     {None, endings.COMPLETED, endings.CANCELLED, endings.PREEMPTED, endings.TIME_LIMIT, endings.SIGNAL}
 )
 
@@ -92,7 +92,7 @@ def _load_progress(status: RunStatus, now: float, *, with_failure: bool) -> Prog
             eta.estimate(eta.recent_rows(rows), log, status.step, total, now if is_running else None) if rows else {}
         )
         rates.pop("overhead", None)
-        has_failed = bool(status.history) and status.history[-1].ending not in _NOT_FAILED
+        has_failed = bool(status.history) and status.history[-1].ending not in NOT_FAILED
         if with_failure and has_failed and not is_running:
             failure = next(iter_failures(attempts[-1]), None)
     return Progress(

@@ -14,6 +14,7 @@ from clustertrain.report import gpu_table, insights, status, terminal, timeline
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_max, stat_mean
 from clustertrain.report.terminal import Glyphs
 from clustertrain.run.usage.goodput import Goodput
+from clustertrain.telemetry import findings
 from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingSummary
 
 
@@ -107,7 +108,7 @@ def _training(training: TrainingSummary) -> list[str]:
     if training.mfu is not None:
         parts.append(f"MFU {training.mfu:.1%}")
     if training.joules_per_token is not None:
-        parts.append(f"{terminal.format_joules(training.joules_per_token)} per token")
+        parts.append(f"{findings.format_joules(training.joules_per_token)} per token")
     if training.data_wait_share is not None:
         parts.append(f"{training.data_wait_share:.0%} waiting on data")
     if training.loss is not None:

@@ -163,8 +163,3 @@ def format_energy(joules: float | None, signs: Glyphs) -> str:
     if joules < 3_600_000:
         return f"{joules / 3600:.1f} Wh"
     return f"{joules / 3_600_000:.2f} kWh"
-
-
-def format_joules(value: float) -> str:
-    """Format the energy per token with three digits, such as ``7.9 mJ`` or ``1.23 J``."""
-    return f"{value * 1000:.3g} mJ" if abs(value) < 1 else f"{value:.3g} J"

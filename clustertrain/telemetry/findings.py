@@ -73,3 +73,8 @@ def unknown_cause(ruled_out: Sequence[str]) -> Cause:
 def _join_words(items: Sequence[str]) -> str:
     """Join items into a phrase: ``["a", "b", "c"]`` gives ``a, b and c``."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def format_joules(value: float) -> str:
+    """Format the energy per token with three digits, such as ``7.9 mJ`` or ``1.23 J``."""
+    return f"{value * 1000:.3g} mJ" if abs(value) < 1 else f"{value:.3g} J"

@@ -236,6 +236,8 @@ class Insight(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None = None
     uuid: str | None = None
     rank: int | None = None
+    gpu_hours: float | None = None
+    """Estimated GPU-hours that it cost, for a slow GPU or rank those in which all others waited; None if unknown."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

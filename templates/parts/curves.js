@@ -2,7 +2,7 @@
 // Expects the data that clustertrain/report/html/page.py describes, and its tables as PackedTable of packed.js:
 //
 //   data: { gpus: [{ label, node, ranks }], nodes: [name], chosen: [index into gpus], charts: [{ table, curve, … }] }
-//   tables: { gpus, overall, nodes, hosts, training, heat? }
+//   tables: { gpus, overall, nodes, hosts, training, ranks, heat? }
 //   fillSelector(select, data);  // values: "all", "nodes", "node:2", "gpu:5" (an index into `chosen`)
 //   chart.setData(linesFor(data, tables, data.charts[0], select.value));
 import { line } from "./chart.js";
@@ -31,9 +31,9 @@ function choose(data, tables, chart, shown) {
   const [kind, number] = [shown.split(":")[0], Number(shown.split(":")[1])];
   const { curve } = chart;
   if (chart.table === "training") {
-    if (tables.training.rows(curve) === 3) return rangeOf(...[1, 0, 2].map((i) => tables.training.row(curve, i)));
     return { lines: [line(chart.title.toLowerCase(), tables.training.row(curve, 0), 0, { width: 1.5 })] };
   }
+  if (chart.table === "ranks") return rangeOf(...[1, 0, 2].map((i) => tables.ranks.row(curve, i)));
   const byNode = chart.table === "hosts" ? tables.hosts : tables.nodes;
   const nodeLine = (i, place) => line(data.nodes[i], byNode.row(curve, i), place);
   const all = data.nodes.map((_, i) => i);

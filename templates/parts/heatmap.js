@@ -5,7 +5,7 @@
 //     rows: [{ label: "node-01:3", node: "node-01", ranks: "3", severity: "critical" | "warning" | null }, …],
 //     fields: [{ curve, title, unit, places, span, low_limits: [15, 70] or null }, …],
 //     table,                 // { start, step, has(curve), row(curve, i) → values }, such as a PackedTable
-//     overlay: "throttled",  // optional: a curve of shares 0-1, drawn as a stripe where it is above 5 %
+//     overlay: "throttled",  // optional: a curve in percent, drawn as a stripe where it is above 5 %
 //   });
 //   heat.highlight([3, 19]); // outline rows
 //
@@ -15,7 +15,7 @@ import { axisStyle, pointedAt, whenVisible } from "./axis.js";
 import { color, extent, figureText, fresh, isKnown, moment } from "./text.js";
 import { labelAxis } from "./timeline.js";
 
-const OVERLAY_LEAST = 0.05;
+const OVERLAY_LEAST = 5; // percent
 const SIGNS_OF = { critical: "✖ ", warning: "▲ " };
 const bytesOf = (hexes) => hexes.map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
 // Viridis, by Nathaniel Smith and Stéfan van der Walt (CC0): uniform in lightness and safe for color blindness.

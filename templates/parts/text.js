@@ -67,11 +67,13 @@ export function compact(value) {
 
 const zone = { utc: false, listeners: [] };
 export const isUtc = () => zone.utc;
-export const zoneName = () => (zone.utc ? "UTC" : localZone());
+const ZONE_NAMES = new Intl.DateTimeFormat("en", { timeZoneName: "short" });
 
-function localZone() {
-  const parts = new Intl.DateTimeFormat("en", { timeZoneName: "short" }).formatToParts(new Date());
-  return parts.find((p) => p.type === "timeZoneName").value;
+// Return the name of the page's zone at a time, such as "UTC" or "GMT+2": it depends on the season.
+export function zoneName(t = Date.now() / 1000) {
+  const d = new Date(t * 1000);
+  if (zone.utc || Number.isNaN(d.getTime())) return "UTC";
+  return ZONE_NAMES.formatToParts(d).find((p) => p.type === "timeZoneName").value;
 }
 
 export function setZone(name) {
@@ -97,10 +99,9 @@ export const moment = (t, seconds = true) => written(t, zone.utc, seconds);
 
 // Fill all <time data-t> below `root` in the zone of the page; the tooltip has UTC.
 export function showTimes(root) {
-  const name = zoneName();
   for (const element of root.querySelectorAll("time[data-t]")) {
     const t = Number(element.dataset.t);
-    element.textContent = moment(t) + ("short" in element.dataset ? "" : ` ${name}`);
+    element.textContent = moment(t) + ("short" in element.dataset ? "" : ` ${zoneName(t)}`);
     element.title = `${written(t, true, true)} UTC`;
     element.dateTime = written(t, true, true).replace(" ", "T") + "Z";
   }

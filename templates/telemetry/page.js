@@ -4,12 +4,12 @@ import { createChart, fillLegend } from "./chart.js";
 import { fillSelector, linesFor } from "./curves.js";
 import { createHeatMap } from "./heatmap.js";
 import { PackedTable, unpack } from "./packed.js";
-import { enhanceTable } from "./tables.js";
+import { enhanceTable, highlightRows } from "./tables.js";
 import { byId, fresh, isUtc, moment, onZone, setZone, showTimes, zoneName } from "./text.js";
 import { wireTheme } from "./theme.js";
 import { createTimeline } from "./timeline.js";
 
-const GROUPS = { training: "Training", gpus: "GPUs", hosts: "Nodes" };
+const GROUPS = { training: "Training", ranks: "Ranks", gpus: "GPUs", hosts: "Nodes" };
 
 function makeAxes(data, tables) {
   const { gpus, training } = tables;
@@ -41,7 +41,7 @@ function makeCharts(data, axes) {
 }
 
 function showKey(data, tables, shown) {
-  const chart = data.charts.find((c) => c.table === "gpus") || data.charts[0];
+  const chart = ["gpus", "hosts"].map((t) => data.charts.find((c) => c.table === t)).find(Boolean) || data.charts[0];
   const { lines, band } = linesFor(data, tables, chart, shown);
   fillLegend(byId("key"), band ? [{ ...lines[1], label: "mean" }, { label: "lowest to highest", swatch: "band" }] : lines);
 }
@@ -88,7 +88,7 @@ function wireToolbar(axis) {
   byId("earlier").onclick = () => axis.move(-0.5);
   byId("later").onclick = () => axis.move(0.5);
   byId("reset").onclick = () => axis.showWhole();
-  const showRange = () => { byId("range").textContent = `${moment(axis.view[0])} – ${moment(axis.view[1])} ${zoneName()}`; };
+  const showRange = () => { byId("range").textContent = `${moment(axis.view[0])} – ${moment(axis.view[1])} ${zoneName(axis.view[1])}`; };
   axis.onView(showRange);
   onZone(showRange);
 }
@@ -104,10 +104,57 @@ function wireZone(button) {
   showTimes(document);
 }
 
+// Show a GPU's curves when its name is clicked, and the one that the address names.
+function wireGpuLinks(show, count) {
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("a[data-gpu]");
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    show(Number(link.dataset.gpu));
+  });
+  const named = /^#gpu-(\d+)$/.exec(location.hash);
+  if (named && Number(named[1]) < count) show(Number(named[1]));
+}
+
+// Zoom to the time of an attempt.
+function wireSpans(axis) {
+  document.querySelectorAll("a[data-from]").forEach((link) => {
+    link.addEventListener("click", () => axis.show(Number(link.dataset.from), Number(link.dataset.to)));
+  });
+}
+
+function wireCopying() {
+  const copies = [...document.querySelectorAll(".copy")].map((b) => [b, () => b.previousElementSibling.textContent]);
+  for (const [button, text] of [...copies, [byId("copy-link"), () => location.href]]) {
+    const label = button.textContent;
+    button.hidden = false;
+    button.onclick = async () => {
+      button.textContent = (await copyText(text())) ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => { button.textContent = label; }, 1500);
+    };
+  }
+}
+
+// The clipboard of a page from file:// needs the older way in some browsers.
+async function copyText(text) {
+  if (navigator.clipboard) {
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch { /* not allowed: the older way */ }
+  }
+  const field = fresh("textarea", document.body, text);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
 async function main() {
   document.querySelectorAll("table.sortable").forEach(enhanceTable);
   wireTheme(byId("theme"));
   wireZone(byId("zone"));
+  wireCopying();
   if (!byId("data")) return;
   const data = JSON.parse(byId("data").textContent);
   const bytes = await unpack(byId("blob").textContent);
@@ -117,10 +164,26 @@ async function main() {
   const axes = makeAxes(data, tables);
   createTimeline(byId("timeline"), { axis: axes.time }).setData(data);
   let pick = () => {};
-  createHeatMap(byId("heat"), { axis: axes.time, onPick: (gpu) => pick(gpu) }).setData({
+  const heat = createHeatMap(byId("heat"), { axis: axes.time, onPick: (gpu) => pick(gpu) });
+  heat.setData({
     rows: data.gpus, fields: data.charts.filter((c) => c.table === "gpus"), table: tables.heat || tables.gpus, overlay: "throttled",
   });
-  pick = wireCurves(data, tables, axes);
+  const selectGpu = wireCurves(data, tables, axes);
+  pick = (gpu) => {
+    selectGpu(gpu);
+    heat.highlight([gpu]);
+    const name = `${data.gpus[gpu].label}${data.gpus[gpu].ranks ? `, rank ${data.gpus[gpu].ranks}` : ""}`;
+    byId("picked").replaceChildren(`Selected: ${name}${data.chosen.includes(gpu) ? "" : ", which has no curves of its own"}. `);
+    const row = fresh("a", byId("picked"), "Its row in the table");
+    row.href = `#row-${gpu}`;
+    if (byId("gpus")) highlightRows(byId("gpus"), [String(gpu)]);
+    history.replaceState(null, "", `#gpu-${gpu}`);
+  };
+  wireGpuLinks((gpu) => {
+    pick(gpu);
+    byId(heat.figure.hidden ? "curves" : "heat").scrollIntoView({ block: "start" });
+  }, data.gpus.length);
+  wireSpans(axes.time);
   wireToolbar(axes.time);
   document.documentElement.dataset.ready = "yes";
 }

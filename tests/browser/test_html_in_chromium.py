@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright import sync_api
 
 from clustertrain.report import html
@@ -144,6 +145,36 @@ def test_page_is_drawn_without_requests_or_errors(
     assert opened.requests == [day.as_uri()] and opened.errors == []
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
+def test_sick_gpu_is_one_click_from_the_first_screen(open_page: Open, day: Path, width: int, scheme: str) -> None:
+    opened = open_page(day, width, scheme, timezone_id="Europe/Berlin")
+    view = opened.page
+    first_screen = WIDTHS[width]
+    for found in (
+        view.locator(".badge", has_text="completed"),
+        view.locator(".verdict a").first,
+        view.locator(".problem a"),
+    ):
+        assert found.bounding_box()["y"] < first_screen, "visible without scrolling"
+    assert view.locator(".problem").inner_text() == f"gpu-node-01:{pages.IDLE} below 15%"
+    view.locator(".insights a", has_text=f"rank {pages.HOT}").click()
+    assert view.input_value("#shown") == f"gpu:{pages.HOT}" and view.url.endswith(f"#gpu-{pages.HOT}")
+    assert "gpu-node-03:3, rank 19" in view.locator("#picked").inner_text()
+    assert view.locator("#gpus tr.picked").get_attribute("id") == f"row-{pages.HOT}"
+    assert 0 <= view.locator("#heat").bounding_box()["y"] < first_screen
+    rows = view.locator("#gpus tbody tr")
+    assert rows.count() == view.locator("#gpus tbody tr:visible").count() == 32, "no row is hidden"
+    assert [rows.nth(i).get_attribute("id") for i in range(2)] == [f"row-{pages.IDLE}", f"row-{pages.HOT}"]
+    recorded = view.locator(".facts time").first
+    assert recorded.inner_text() == "2026-09-21 16:13:20 GMT+2"
+    assert recorded.get_attribute("title") == "2026-09-21 14:13:20 UTC"
+    view.get_by_role("button", name="UTC").click()
+    assert recorded.inner_text() == "2026-09-21 14:13:20 UTC" and view.locator("#range").inner_text().endswith("UTC")
+    problems = [v for v in Axe().run(view).response["violations"] if v["impact"] in ("serious", "critical")]
+    assert [(v["id"], [n["target"] for n in v["nodes"]]) for v in problems] == []
+    assert opened.errors == [] and len(opened.requests) == 1
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_dragging_over_one_chart_zooms_all(open_page: Open, day: Path, width: int) -> None:
     opened = open_page(day, width)
@@ -192,6 +223,24 @@ def test_training_curves_on_log_axes(open_page: Open, day: Path) -> None:
     opened.page.uncheck("#logarithmic")
     opened.page.evaluate(SETTLED)
     assert loss.evaluate(take) == linear and opened.errors == []
+    opened.page.locator("#smoothing").fill("0.95")
+    opened.page.evaluate(SETTLED)
+    assert loss.evaluate(take) != linear and power.evaluate(take) == linear_power
+    opened.page.check("#by-step")
+    figure = opened.page.locator("[data-curve='training.loss']")
+    opened.page.evaluate(SETTLED)
+    assert float(figure.get_attribute("data-to")) == pytest.approx(57_480, rel=0.01), "the axis has steps"
+    opened.drag("[data-curve='training.loss']", 0.5, 1.0)
+    opened.page.evaluate(SETTLED)
+    assert float(figure.get_attribute("data-from")) == pytest.approx(28_740, rel=0.02)
+    ranges = {
+        c: opened.page.locator(f"[data-curve='{c}']").get_attribute("data-from")
+        for c in ("training.lr", "gpus.power_w")
+    }
+    assert float(ranges["training.lr"]) == pytest.approx(28_740, rel=0.02), "training charts share the steps"
+    assert float(ranges["gpus.power_w"]) == pages.T0, "the others keep the time"
+    opened.page.locator("[data-curve='training.loss'] .u-over").hover()
+    assert "step 4" in opened.readout("[data-curve='training.loss']")
 
 
 def test_selector_shows_other_curves(open_page: Open, day: Path) -> None:
@@ -234,7 +283,9 @@ def test_heat_map_tooltip_has_gpu_rank_time_and_value(open_page: Open, day: Path
     assert text.startswith("gpu-node-01:5, rank 5 · 2026-09-22 08:1") and text.endswith(" · 0 %")
     opened.page.select_option("#heat select", label="Power")
     over.hover(position={**place, "y": row * (pages.HOT + 0.5)})
-    assert opened.readout("#heat").startswith("gpu-node-03:3, rank 19") and opened.readout("#heat").endswith(" W")
+    assert opened.readout("#heat").startswith(
+        "gpu-node-03:3, rank 19"
+    ) and " W, slowed by heat or hardware" in opened.readout("#heat")
     over.click(position={**place, "y": row * (pages.HOT + 0.5)})
     assert opened.page.input_value("#shown") == "gpu:19", "a click shows that GPU's curves"
 
@@ -278,12 +329,16 @@ def test_theme_can_be_changed(open_page: Open, day: Path) -> None:
 
 def test_tables_sort(open_page: Open, day: Path) -> None:
     opened = open_page(day)
-    ranks = opened.page.locator("#gpus tbody td:nth-child(3)")
+    ranks = opened.page.locator("#gpus tbody td:nth-child(2)")
     head = opened.page.locator("#gpus thead th", has_text="Util. mean")
     head.get_by_role("button").click()
     assert head.get_attribute("aria-sort") == "descending" and ranks.last.text_content() == str(pages.IDLE)
     head.get_by_role("button").click()
     assert head.get_attribute("aria-sort") == "ascending" and ranks.first.text_content() == str(pages.IDLE)
+    heads = opened.page.locator("#gpus thead th")
+    assert heads.count() == opened.page.locator("#gpus thead th button").count() > 10, "every column sorts"
+    heads.first.get_by_role("button").click()
+    assert opened.page.locator("#gpus thead th[aria-sort]").count() == 1
 
 
 def test_report_works_without_javascript(open_page: Open, day: Path) -> None:
@@ -305,7 +360,7 @@ def test_markup_in_names_is_escaped(open_page: Open, tmp_path: Path) -> None:
     html.write(summary, type(curves)(**{**vars(curves), "node_names": [evil, evil]}), tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html")
     opened.page.select_option("#shown", "nodes")
-    assert opened.page.locator("img").count() == 0 and opened.page.title() == f"{evil}: telemetry"
+    assert opened.page.locator("img").count() == 0 and opened.page.title() == f"{evil} (completed): telemetry"
     assert opened.errors == [] and len(opened.requests) == 1
 
 
@@ -327,6 +382,15 @@ def test_only_selected_gpus_of_many_have_curves(open_page: Open, tmp_path: Path)
     html.write(summary, type(curves)(**few), tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html")
     assert opened.page.get_by_text("64 of 128 GPUs have curves").is_visible()
+    rows = opened.page.locator("#gpus tbody tr:visible")
+    assert rows.count() == 64 and rows.first.text_content().strip().startswith("✖")
+    opened.page.get_by_role("button", name="Show all 128").click()
+    assert rows.count() == 128
+    opened.page.get_by_role("button", name="Show only 64").click()
+    assert rows.count() == 64
+    opened.page.evaluate("document.querySelector('#row-63 a').click()")
+    assert opened.page.locator("#row-63").is_visible(), "a selected row is shown beyond the limit"
+    assert "has no curves of its own" in opened.page.locator("#picked").text_content()
     opened.page.select_option("#shown", "gpu:0")
     assert opened.page.locator("#key li").first.text_content() == "gpu-node-09:0"
     opened.page.select_option("#shown", "node:0")

@@ -7,6 +7,7 @@ from pathlib import Path
 from clustertrain import fsio
 from clustertrain.errors import ConfigError
 from clustertrain.report.html import page
+from clustertrain.report.html.context import PageContext
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.report_schema import Summary
 
@@ -24,14 +25,14 @@ def check_path(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: no such folder: {path.parent}", fix=_PATH_FIX)
 
 
-def write(summary: Summary, curves: Curves, path: Path) -> int:
+def write(summary: Summary, curves: Curves, path: Path, context: PageContext | None = None) -> int:
     """Write the page atomically and return its size in bytes.
 
     Raises:
         ConfigError: ``path`` cannot be written, or is a folder or a device; the installation is incomplete.
     """
     check_path(path)
-    return write_page(path, page.render(summary, curves))
+    return write_page(path, page.render(summary, curves, context))
 
 
 def write_page(path: Path, text: str) -> int:

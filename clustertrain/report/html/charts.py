@@ -22,7 +22,7 @@ class Chart(msgspec.Struct, frozen=True):
     """One chart."""
 
     table: str
-    """The tables: ``gpus`` (with ``nodes`` and ``overall``), ``hosts`` or ``training``."""
+    """The tables: ``gpus`` (with ``nodes`` and ``overall``), ``hosts``, ``ranks`` or ``training``."""
     curve: str
     """The column of the tables."""
     title: str
@@ -47,6 +47,8 @@ CHARTS = (
     Chart("training", "grad_norm", "Gradient norm", "", 1, "zero", 3),
     Chart("training", "noise_scale", "Gradient noise scale", "samples", 1, "zero", 1),
     Chart("training", "lr", "Learning rate", "", 1, "zero", 7),
+    Chart("ranks", "forward_s", "Forward passes per step, spread of the ranks", "s", 1, "zero", 3),
+    Chart("ranks", "data_wait_s", "Data wait per step, spread of the ranks", "s", 1, "zero", 3),
     Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0, (15, 70)),
     Chart("gpus", "sm_activity", "SM activity", "%", 100, "percent", 0),
     Chart("gpus", "tensor_activity", "Tensor core activity", "%", 100, "percent", 0),
@@ -55,6 +57,7 @@ CHARTS = (
     Chart("gpus", "power_w", "Power", "W", 1, "zero", 0),
     Chart("gpus", "temperature_c", "Temperature", "°C", 1, "data", 0),
     Chart("gpus", "sm_clock_mhz", "SM clock", "MHz", 1, "zero", 0),
+    Chart("gpus", "throttled", "Slowed by heat or hardware", "%", 100, "percent", 0),
     Chart("gpus", "pcie_bytes_per_s", "PCIe, both directions", "B/s", 1, "zero", 2),
     Chart("gpus", "nvlink_bytes_per_s", "NVLink, both directions", "B/s", 1, "zero", 2),
     Chart("hosts", "cpu", "Host CPU", "%", 100, "percent", 0),
@@ -72,7 +75,12 @@ def scales(table: str) -> dict[str, float]:
 
 def charts_with_data(curves: Curves) -> list[Chart]:
     """Return the charts whose curve was recorded."""
-    tables: dict[str, CurveTable] = {"gpus": curves.overall, "hosts": curves.hosts, "training": curves.training}
+    tables: dict[str, CurveTable] = {
+        "gpus": curves.overall,
+        "hosts": curves.hosts,
+        "training": curves.training,
+        "ranks": curves.ranks,
+    }
     return [c for c in CHARTS if c.curve in tables[c.table].values]
 
 

@@ -5,10 +5,11 @@ The number of GPUs with individual curves is limited; :attr:`Curves.choice` desc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,11 @@ GPU_CURVES: dict[str, tuple[str, ...]] = {
     "sm_clock_mhz": ("sm_clock_mhz",),
     "pcie_bytes_per_s": ("pcie_tx_bytes", "pcie_rx_bytes"),
     "nvlink_bytes_per_s": ("nvlink_tx_bytes", "nvlink_rx_bytes"),
+    "throttled": ("throttle_thermal", "throttle_hardware"),
 }
+# Counters of each rank, in seconds, that become times per step.
+RANK_CURVES = ("forward_s", "data_wait_s")
+_RANK_FIELDS = {name: (name,) for name in ("step", *RANK_CURVES)}
 HOST_CURVES: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
     "memory_used_bytes": ("memory_used_bytes",),
@@ -49,7 +54,7 @@ _LOGGED_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", *_HELD_CURVES
 # ``step`` is the x axis of the others by step.
 TRAINING_CURVES = ("step", *_LOGGED_CURVES)
 # Curves of the heat map if not every GPU has individual curves.
-HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
+HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz", "throttled")
 
 _MAX_POINTS = 1500  # of one curve
 _MAX_CELLS = 500_000  # values of all individual GPU curves, about a byte each on the page
@@ -82,6 +87,8 @@ class Curves:
     """Description of a point."""
     choice: str | None
     """Description of the GPUs and nodes with individual curves; None if all have them."""
+    ranks: CurveTable = field(default_factory=lambda: CurveTable(0.0, 1.0, 0))
+    """Seconds per step of :data:`RANK_CURVES`. Three rows: mean, lowest and highest rank."""
 
 
 def build_curves(run: RunDir, summary: Summary) -> Curves:
@@ -93,17 +100,20 @@ def build_curves(run: RunDir, summary: Summary) -> Curves:
     nodes = _choose_nodes(summary, node_names, chosen)
     plan = _CurvePlan.for_summary(summary, len(chosen))
     gpus, hosts = GridSums(plan.gpu_grid, len(summary.gpus)), GridSums(plan.host_grid, len(node_names))
+    ranks = GridSums(plan.gpu_grid, 1 + max((r.rank for r in summary.ranks), default=-1))
     row_by_gpu = {(g.node, g.uuid): i for i, g in enumerate(summary.gpus)}
     for node, segment in _iter_segments(run, summary, node_names):
         row_by_device = {f"gpu{i}": row_by_gpu.get((node, facts.uuid)) for i, facts in enumerate(segment.header.gpus)}
         known_rows = {device: row for device, row in row_by_device.items() if row is not None}
-        gpu_columns, host_columns = plan.read(
-            segment, _columns(known_rows, GPU_CURVES), _columns(["host"], HOST_CURVES)
-        )
+        known_ranks = [rank for rank in segment.header.ranks if rank < ranks.rows]
+        gpu_fields = [*_columns(known_rows, GPU_CURVES), *_columns([f"rank{r}" for r in known_ranks], _RANK_FIELDS)]
+        gpu_columns, host_columns = plan.read(segment, gpu_fields, _columns(["host"], HOST_CURVES))
         for device, row in known_rows.items():
             gpus.add(row, gpu_columns, device, GPU_CURVES)
+        for rank in known_ranks:
+            ranks.add(rank, gpu_columns, f"rank{rank}", _RANK_FIELDS)
         hosts.add(node_names.index(node), host_columns, "host", HOST_CURVES)
-    gpu_table = gpus.table()
+    gpu_table = _clip_throttled(gpus.table())
     return Curves(
         gpus=gpu_table.rows(chosen),
         chosen=chosen,
@@ -115,7 +125,26 @@ def build_curves(run: RunDir, summary: Summary) -> Curves:
         training=_training_curves(run, summary, plan.gpu_grid),
         source=plan.description,
         choice=_describe_selection(summary, chosen, node_names, nodes),
+        ranks=_pool_rows(_per_step(ranks.table()), lambda m: [_mean(m), _low(m), _high(m)]),
     )
+
+
+def _clip_throttled(table: CurveTable) -> CurveTable:
+    """Return the table with at most 1 where two causes lowered a clock, and without the curve if none did."""
+    values = dict(table.values)
+    throttled = values.pop("throttled", None)
+    if throttled is not None and np.nanmax(throttled, initial=0.0) > 0:
+        values["throttled"] = np.minimum(throttled, 1.0)
+    return dataclasses.replace(table, values=values)
+
+
+def _per_step(table: CurveTable) -> CurveTable:
+    """Return the rates of the ranks' times divided by the rate of their steps."""
+    if "step" not in table.values:
+        return dataclasses.replace(table, values={})
+    steps = np.where(table.values["step"] > 0, table.values["step"], np.nan)
+    per_step = {name: table.values[name] / steps for name in RANK_CURVES if name in table.values}
+    return dataclasses.replace(table, values={k: m for k, m in per_step.items() if np.isfinite(m).any()})
 
 
 @dataclass(frozen=True)
@@ -216,7 +245,7 @@ def _describe_selection(
 def _heat(gpus: GridSums) -> CurveTable:
     """Return the curves of all GPUs, with few enough steps to keep the page small."""
     most = max(1, _MAX_CELLS * 2 // (gpus.rows * len(HEAT_CURVES)))
-    return gpus.table(HEAT_CURVES, group_size=max(1, math.ceil(gpus.grid.points / most)))
+    return _clip_throttled(gpus.table(HEAT_CURVES, group_size=max(1, math.ceil(gpus.grid.points / most))))
 
 
 def _pool_rows(table: CurveTable, pool: Callable[[Matrix], list[Matrix]]) -> CurveTable:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
 from clustertrain.telemetry.findings import SEVERITY_ORDER
-from clustertrain.telemetry.insights import cost, errors, gpus, host, memory, recording, utilization
+from clustertrain.telemetry.insights import cost, errors, gpus, host, memory, price, recording, utilization
 from clustertrain.telemetry.insights.context import JobContext
 from clustertrain.telemetry.report_schema import Insight, Summary
 
@@ -27,7 +27,7 @@ _RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
 def build_insights(summary: Summary, log: Iterable[events.Event]) -> list[Insight]:
     """Return all insights, the most severe first, then by code, node and rank."""
     job = JobContext(summary, log)
-    insights = [insight for rule in _RULES for insight in rule(job)]
+    insights = price.add_costs(job, [insight for rule in _RULES for insight in rule(job)])
     return sorted(
         insights, key=lambda n: (SEVERITY_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from clustertrain.telemetry import findings
 from clustertrain.telemetry.findings import INFO, WARNING
 from clustertrain.telemetry.insights.context import JobContext, gpu_key, pluralize, throttled_share
 from clustertrain.telemetry.report_schema import Insight
@@ -62,10 +63,8 @@ def _energy(job: JobContext) -> Iterable[Insight]:
     amount = f"{total_j / _JOULES_PER_KWH:,.2f} kWh" if total_j >= _JOULES_PER_KWH else f"{total_j / 3600:,.1f} Wh"
     num_gpus = len({g.uuid if g.index is not None else gpu_key(g) for g in job.summary.gpus})
     coverage = f" ({len(energies_j):,} of {pluralize(num_gpus, 'GPU')} measured)" if len(energies_j) < num_gpus else ""
-    training = job.summary.training
-    per_token = (
-        f", {training.joules_per_token:.3g} J per token" if training and training.joules_per_token is not None else ""
-    )
+    joules = training.joules_per_token if (training := job.summary.training) else None
+    per_token = "" if joules is None else f", {findings.format_joules(joules)} per token"
     yield Insight(severity=INFO, code="energy", text=f"the GPUs used {amount}{coverage}{per_token}")
 
 

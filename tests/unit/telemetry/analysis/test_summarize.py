@@ -81,7 +81,7 @@ def test_json_has_documented_keys(run: RunDir) -> None:
     for key in ("utilization", "memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz"):
         assert set(entry[key]) == stats
     assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "missing"}
-    assert set(summary["insights"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
+    assert set(summary["insights"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank", "gpu_hours"}
 
 
 def test_failed_field_is_null_with_reason(run: RunDir) -> None:

@@ -144,7 +144,7 @@ def test_lost_work() -> None:
 
 
 def test_energy() -> None:
-    assert single_note(healthy(), "energy").text == "the GPUs used 9.84 kWh, 0.0079 J per token"
+    assert single_note(healthy(), "energy").text == "the GPUs used 9.84 kWh, 7.9 mJ per token"
     partly_measured = with_gpu(healthy(), "n1", 0, energy_j=None)
     assert "(7 of 8 GPUs measured)" in single_note(partly_measured, "energy").text
 
