@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.paths import ROOT
 
@@ -40,9 +41,10 @@ def _list_distributions(requirements: Iterable[str]) -> set[str]:
     pending = list(requirements)
     while pending:
         requirement = Requirement(pending.pop())
-        if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        name = canonicalize_name(requirement.name)  # one may ask for typing-extensions, another for typing_extensions
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
-        found.add(requirement.name)
+        found.add(name)
         pending += importlib.metadata.requires(requirement.name) or ()
     return found
 
