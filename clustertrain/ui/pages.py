@@ -18,12 +18,24 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 from clustertrain import settings
 from clustertrain.errors import NotFound
-from clustertrain.report.html import page
+from clustertrain.report.html import page, runs_page
+from clustertrain.run import state
 from clustertrain.submit import templates
 
 NAV = (("runs", "/", "Runs"), ("sweeps", "/sweeps", "Sweeps"), ("usage", "/usage", "Usage"))
 # Folders of templates/ whose scripts and styles pages may load; a missing one is left out.
-STATIC_FOLDERS = ("ui", "parts")
+STATIC_FOLDERS = ("ui", "parts", "compare")
+BADGES = {
+    state.PENDING: "warning",
+    state.RUNNING: "active",
+    state.REQUEUED: "warning",
+    state.CANCELLING: "warning",
+    state.COMPLETED: "good",
+    state.FAILED: "critical",
+    state.CANCELLED: "",
+    "unknown": "critical",
+}
+"""Class of a state's badge, as in ``format.js``."""
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
@@ -32,8 +44,10 @@ class Pages:
 
     def __init__(self) -> None:
         folder = templates.find_template_folder()
-        self._environment = page.make_environment(folder / "ui")
+        self._environment = page.make_environment(folder / "ui", folder / "compare")
+        self._environment.filters.update(runs_page.FILTERS)
         self._files = find_static_files(folder)
+        self._environment.globals["badges"] = BADGES
         self._version = importlib.metadata.version("clustertrain")
 
     def render(self, template: str, current: str = "", *, status_code: int = 200, **values: Any) -> HTMLResponse:

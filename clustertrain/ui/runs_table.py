@@ -12,8 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError
@@ -34,6 +33,7 @@ CHUNK = 12  # runs that are shown at once while the table is read for the first 
 DETAILS_INTERVAL_S = 60.0  # for a running run
 MAX_DETAILS_SHARE = 0.05
 NOT_ASKED = "it has not answered yet"
+READ_ALL_S = 60.0
 PATIENCE_S = 3.0  # before the page says so
 
 
@@ -62,6 +62,15 @@ class _Entry:
     @property
     def state(self) -> str | None:
         return None if isinstance(self.status, Unreadable) else self.status.state
+
+
+class KnownRun(NamedTuple):
+    """A run that can be read, for pages that sum over runs."""
+
+    status: RunStatus
+    details: Details | None
+    stamp: Stamp
+    """Of its files."""
 
 
 class RunsTable:
@@ -112,6 +121,11 @@ class RunsTable:
         self._state_scheduler_errors()
         self._start_details()
         return self._version != before
+
+    def read_all(self) -> None:
+        """Look for changes, and wait until each run has been read once; not for the scheduler."""
+        self.refresh()
+        clock.wait_until(lambda: bool(self._facts["complete"]) or self._is_closed, READ_ALL_S)
 
     def _look(self, entry: _Entry) -> bool:
         """Follow the steps of a running run; return whether the run must be read again."""
@@ -271,16 +285,16 @@ class RunsTable:
             return {"now": clock.now(), "full": True, "rows": [], "removed": [], "cursor": None, **self._facts}
         return {**change.data, "cursor": change.cursor}
 
-    def statuses(self) -> dict[Path, RunStatus | Unreadable]:
-        """Return the statuses that are known by now, by run folder."""
+    def statuses(self) -> dict[str, RunStatus | Unreadable]:
+        """Return the statuses that are known by now, by run id."""
         with self._lock:
-            return {e.run.path: e.status for e in self._entries.values()}
+            return {run_id: e.status for run_id, e in self._entries.items()}
 
-    def known_runs(self) -> list[tuple[RunStatus, Progress, Details | None]]:
+    def known_runs(self) -> list[KnownRun]:
         """Return the runs that can be read, newest first."""
         with self._lock:
             entries = [self._entries[run.id] for run in self._known_runs if run.id in self._entries]
-        return [(e.status, e.progress, e.details) for e in entries if isinstance(e.status, RunStatus)]
+        return [KnownRun(e.status, e.details, e.stamp) for e in entries if isinstance(e.status, RunStatus)]
 
 
 def _load_progress(status: RunStatus) -> Progress:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from clustertrain.errors import ClusterTrainError, NotFound, PermissionDenied, UsageError
-from clustertrain.ui import run_page, runs_page
+from clustertrain.ui import compare_page, run_page, runs_page, sweeps, usage
 from clustertrain.ui.auth import TOKEN_PARAMETER, Guard
 from clustertrain.ui.pages import json_response
 from clustertrain.ui.state import UiState
@@ -44,7 +44,10 @@ def build_app(token: str, state: UiState | None = None) -> ASGIApp:
         return state.pages.file(request.path_params["name"])
 
     app = Starlette(
-        routes=[Route("/static/{name}", static), *runs_page.routes(state), *run_page.routes(state)],
+        routes=[
+            Route("/static/{name}", static),
+            *(route for page in (runs_page, run_page, compare_page, sweeps, usage) for route in page.routes(state)),
+        ],
         exception_handlers={
             ClusterTrainError: _explain(state, _describe_error),
             HTTPException: _explain(state, _describe_http_error),

@@ -1,4 +1,5 @@
-// The curves of several runs, one chart per metric. Dragging zooms, a double click shows everything.
+// The curves of several runs, one chart per metric. Dragging zooms, a double click shows everything. For the page of
+// `compare --html`, and for the page of `clustertrain ui`, which has no button for the theme.
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
 const data = JSON.parse(document.getElementById("data").textContent);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -53,11 +54,14 @@ addEventListener("resize", () => charts.forEach(({ plot, box }) => plot.setSize(
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const redraw = () => charts.forEach(({ plot }) => plot.redraw(false, true));
 const button = document.getElementById("theme");
-button.hidden = false;
-button.onclick = () => {
-  const root = document.documentElement;
-  const shown = root.dataset.theme ?? (dark.matches ? "dark" : "light");
-  root.dataset.theme = shown === "dark" ? "light" : "dark";
-  redraw();
-};
+if (button) {
+  button.hidden = false;
+  button.onclick = () => {
+    const root = document.documentElement;
+    const shown = root.dataset.theme ?? (dark.matches ? "dark" : "light");
+    root.dataset.theme = shown === "dark" ? "light" : "dark";
+    redraw();
+  };
+}
 dark.addEventListener("change", redraw);
+document.documentElement.dataset.ready = "";

@@ -2,7 +2,7 @@
 
 export const BADGES = {
   running: "active", pending: "warning", requeued: "warning", cancelling: "warning",
-  completed: "good", failed: "critical", cancelled: "", unreadable: "critical",
+  completed: "good", failed: "critical", cancelled: "", unreadable: "critical", unknown: "critical",
 };
 
 // As clustertrain/durations.py: 45s, 12m05s, 3h07m, 2d04h.

@@ -18,7 +18,7 @@ const COLUMNS = [
   { id: "size", title: "Size", value: (r) => r.nodes * r.gpus_per_node, numeric: true, down: true, text: (r) => (r.nodes === null ? "" : `${r.nodes} × ${r.gpus_per_node}`) },
   { id: "age", title: "Age", value: (r) => r.submitted, numeric: true, down: true, text: (r) => (r.submitted === null ? "" : age(Math.max(0, now() - r.submitted))) },
   { id: "loss", title: "Loss", value: (r) => r.loss, numeric: true, text: (r) => (r.loss === null ? "" : loss(r.loss)) },
-  { id: "notes", title: "Notes", value: (r) => (r.details ? r.details.critical * 1e6 + r.details.warning * 1e3 + r.details.info : null), down: true },
+  { id: "insights", title: "Insights", value: (r) => (r.details ? r.details.critical * 1e6 + r.details.warning * 1e3 + r.details.info : null), down: true },
 ];
 
 const data = JSON.parse(byId("data").textContent);
@@ -102,7 +102,7 @@ function fillLine(line, row) {
   fillProgress(line, row);
   if (!before || JSON.stringify(before.details) !== JSON.stringify(row.details)) {
     fillUtilization(line.cells.gpus, row);
-    fillNotes(line.cells.notes, row);
+    fillInsights(line.cells.insights, row);
   }
   fillTexts(line);
   if (row.submitted !== null) line.cells.age.title = new Date(row.submitted * 1000).toLocaleString();
@@ -151,7 +151,7 @@ function pieces(values) {
   return found;
 }
 
-function fillNotes(cell, row) {
+function fillInsights(cell, row) {
   cell.replaceChildren();
   const found = row.details;
   if (!found) return;

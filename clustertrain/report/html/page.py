@@ -100,12 +100,12 @@ def _contents(summary: Summary, context: PageContext | None, has_curves: bool) -
     return [(name, title) for name, title, is_there in sections if is_there]
 
 
-def make_environment(template_dir: Path) -> jinja2.Environment:
+def make_environment(*template_dirs: Path) -> jinja2.Environment:
     """Return an environment that escapes everything not marked as safe."""
     import jinja2
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(template_dir),
+        loader=jinja2.FileSystemLoader(template_dirs),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from clustertrain.report import braille_plot, html
 from clustertrain.report.html import page, parts
@@ -29,16 +31,8 @@ def render(comparison: RunsComparison) -> str:
     scripts = [parts.read_text(page.VENDORED / "uPlot.iife.min.js"), f'"use strict";\n(() => {{\n{script}}})();\n']
     styles = parts.read_styles(templates.find_template_folder() / "telemetry" / "page.css")
     environment = page.make_environment(template_dir)
-    environment.filters["number"] = _format_value
-    environment.filters["compact"] = lambda value: "–" if value is None else braille_plot.format_compact(value)
-    environment.filters["setting"] = lambda value: compare_text.format_setting(value, "–")
-    data = {
-        "axis": compare_text.AXIS_LABELS[comparison.by],
-        "runs": [
-            {"letter": s.letter, "run": s.run, "curves": {n: {"x": c.x, "y": c.y} for n, c in s.curves.items()}}
-            for s in comparison.runs
-        ],
-    }
+    environment.filters.update(FILTERS)
+    data = page_data(comparison)
     return environment.get_template("page.html.j2").render(
         c=comparison,
         verdict=compare_text.verdict(comparison).plain,
@@ -51,7 +45,26 @@ def render(comparison: RunsComparison) -> str:
     )
 
 
+def page_data(comparison: RunsComparison) -> dict[str, Any]:
+    """Return what ``compare.js`` draws."""
+    return {
+        "axis": compare_text.AXIS_LABELS[comparison.by],
+        "runs": [
+            {"letter": s.letter, "run": s.run, "curves": {n: {"x": c.x, "y": c.y} for n, c in s.curves.items()}}
+            for s in comparison.runs
+        ],
+    }
+
+
 def _format_value(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"
+
+
+# Of ``compared.html.j2``.
+FILTERS: Mapping[str, Callable[..., str]] = {
+    "number": _format_value,
+    "compact": lambda value: "–" if value is None else braille_plot.format_compact(value),
+    "setting": lambda value: compare_text.format_setting(value, "–"),
+}

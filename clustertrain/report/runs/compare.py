@@ -92,8 +92,12 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Speed, utilization, energy and goodput; None unless two runs are compared and one of them has telemetry."""
 
 
-def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "step") -> RunsComparison:
+def compare_runs(
+    runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "step", *, with_telemetry: bool = True
+) -> RunsComparison:
     """Compare runs by the first of ``metrics``, by default the deciding metric of the first run's recipe.
+
+    The telemetry of two long runs takes seconds to read.
 
     Raises:
         UsageError: fewer than two different runs, too many runs, or a metric that no run logged.
@@ -137,7 +141,7 @@ def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis =
             *unreadable,
         ],
         shown=shown_scalars,
-        telemetry=_compare_telemetry(runs),
+        telemetry=_compare_telemetry(runs) if with_telemetry else None,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -73,8 +74,8 @@ class SweepReader:
         self._sweep_dir = sweep_dir
         self._cached_values: dict[str, tuple[tuple[int, ...], tuple[MetricValue | None, MetricValue | None]]] = {}
 
-    def read(self) -> SweepResults:
-        """Return the current results.
+    def read(self, known: Mapping[str, RunStatus | Unreadable] = MappingProxyType({})) -> SweepResults:
+        """Return the current results. ``known`` has statuses by run id, which are not asked for again.
 
         Raises:
             ConfigError, PermissionDenied: no run's spec can be read.
@@ -85,7 +86,7 @@ class SweepReader:
         metric, higher_is_better = first_recipe.deciding_metric, first_recipe.higher_is_better
         rows = [
             self._row(run, run_status, metric, higher_is_better)
-            for run, run_status in zip(runs, run_statuses(runs), strict=True)
+            for run, run_status in zip(runs, _complete_statuses(runs, known), strict=True)
         ]
         worst = -float("inf") if higher_is_better else float("inf")
         rows.sort(
@@ -142,6 +143,14 @@ class SweepReader:
             cached = (sizes, _read_best_and_last(run, metric, higher_is_better))
             self._cached_values[run.id] = cached
         return cached[1]
+
+
+def _complete_statuses(
+    runs: Sequence[RunDir], known: Mapping[str, RunStatus | Unreadable]
+) -> list[RunStatus | Unreadable]:
+    unknown = [run for run in runs if run.id not in known]
+    found = {status.run.id: status for status in run_statuses(unknown)} if unknown else {}
+    return [known.get(run.id) or found[run.id] for run in runs]
 
 
 def _read_best_and_last(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -58,6 +59,22 @@ def compute_usage(run: RunDir, history: Sequence[Attempt], now: float | None, gp
     ``now`` (UTC epoch s) is given if the last one may be running.
     """
     usage = BudgetUsage()
+    for span in list_spans(run, history, now):
+        usage = usage.add(span.end - span.start, span.gpus, gpu_hour_cost)
+    return usage
+
+
+class Span(NamedTuple):
+    """The time of one attempt (UTC epoch s), and the number of its ranks."""
+
+    start: float
+    end: float
+    gpus: int
+
+
+def list_spans(run: RunDir, history: Sequence[Attempt], now: float | None) -> list[Span]:
+    """Return when the attempts in ``history`` held their nodes; ``now`` as for :func:`compute_usage`."""
+    spans = []
     plan = json_files.load_document(run.plan, {"world_size": float}).value
     ranks = int(plan.get("world_size") or 1)
     for i, attempt in enumerate(history):
@@ -68,8 +85,8 @@ def compute_usage(run: RunDir, history: Sequence[Attempt], now: float | None, gp
             end = now
         else:
             end = min(_find_attempt_end(run, attempt), next_start)
-        usage = usage.add(end - attempt.start, _find_world_size(run, attempt) or ranks, gpu_hour_cost)
-    return usage
+        spans.append(Span(attempt.start, max(attempt.start, end), _find_world_size(run, attempt) or ranks))
+    return spans
 
 
 def _find_attempt_end(run: RunDir, attempt: Attempt) -> float:

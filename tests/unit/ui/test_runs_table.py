@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain import settings
 from clustertrain.run.run_dir import permission_error
 from clustertrain.scheduler import run_status
 from clustertrain.ui import runs_table
@@ -19,13 +18,6 @@ from tests.ui_home import Made
 from tests.unit.ui.clients import signed_in
 
 NOW = time.time()
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(settings.HOME, str(tmp_path / "home"))
-    monkeypatch.setenv(settings.XDG_CACHE_HOME, str(tmp_path / "cache"))
-    return tmp_path / "home"
 
 
 def small(name: str = "lm", state: str = "completed", **changes: object) -> Made:
