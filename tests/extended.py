@@ -93,6 +93,7 @@ EXTENDED = (
     "tests/ranks/test_training_data.py::test_documents_of_pipeline_stages_match_one_process_and_resume_exactly",
     "tests/ranks/test_training_data.py::test_image_augmentation_is_independent_of_ranks_and_workers",
     "tests/ranks/test_vision_language.py",
+    "tests/slurm/test_action.py",
     "tests/slurm/test_array.py",
     "tests/slurm/test_cluster_detect.py::test_rates_are_measured_across_nodes_of_allocation",
     "tests/slurm/test_containers.py",

@@ -8,7 +8,16 @@ umask 022
 
 testbed=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 state=$(realpath -m -- "${CLUSTERTRAIN_TESTBED_DIR:-/var/tmp/clustertrain-testbed}")
-nodes=(node01 node02 node03 node04)
+
+# Marks a folder as a testbed's: up writes into no other folder, down deletes no other folder. It contains the size, which
+# is chosen when the testbed is created.
+state_mark=$state/.clustertrain-testbed
+readonly MAX_HOSTS=16 MAX_GPUS=16
+hosts=4 gpus=8
+if [[ -s $state_mark ]]; then read -r hosts gpus <"$state_mark"; fi
+
+name_nodes() { mapfile -t nodes < <(seq -f 'node%02.0f' "$hosts"); }
+name_nodes
 
 # Exit status if this machine cannot run the testbed (not root, missing package): the tests are then skipped.
 readonly CANNOT_RUN=77
@@ -56,8 +65,8 @@ require_root() {
 require_commands() {
     local pair missing=() packages=()
     for pair in slurmctld:slurm-wlm slurmd:slurm-wlm scontrol:slurm-wlm slurmdbd:slurmdbd munged:munge \
-        mariadbd:mariadb-server mariadb-install-db:mariadb-server ip:iproute2 ss:iproute2 \
-        nsenter:util-linux unshare:util-linux flock:util-linux setsid:util-linux hostname:hostname; do
+        mariadbd:mariadb-server-core mariadb-install-db:mariadb-server-core mariadb:mariadb-client-core \
+        ip:iproute2 ss:iproute2 nsenter:util-linux unshare:util-linux flock:util-linux setsid:util-linux hostname:hostname; do
         command -v "${pair%%:*}" >/dev/null && continue
         missing+=("${pair%%:*}")
         [[ " ${packages[*]} " == *" ${pair##*:} "* ]] || packages+=("${pair##*:}")
@@ -79,9 +88,6 @@ take_lock() {
     exec {lock_fd}</etc/hosts
     flock -w 180 "$lock_fd" || die "another testbed command has been running for three minutes; see: fuser -v /etc/hosts"
 }
-
-# Marks a folder as a testbed's: up writes into no other folder, down deletes no other folder.
-state_mark=$state/.clustertrain-testbed
 
 # client COMMAND...: run a Slurm command against this cluster, with a timeout, without the caller's SLURM_* and SBATCH_*.
 client() {

@@ -17,6 +17,9 @@ in_netns() {
     nsenter --net="/run/netns/$(node_netns "$1")" "${@:2}"
 }
 
+# Print the hosts whose namespaces exist, also those of a testbed whose state folder is gone.
+existing_nodes() { { ip netns list 2>/dev/null || true; } | sed -n 's/^clustertrain-\(node[0-9][0-9]\)\b.*/\1/p'; }
+
 # Query ip, not /sys: a shell in its own network namespace may see the /sys of another one.
 link_exists() { ip link show "$1" >/dev/null 2>&1; }
 
@@ -35,9 +38,23 @@ refuse_foreign_network() {
     [[ -z $route ]] || die "the network $subnet.0/24 is in use on this machine: $route"
 }
 
+# Where Docker runs, the kernel passes bridged packets to iptables, and Docker's policy for forwarded ones is DROP.
+bridge_rule=(FORWARD -i "$bridge" -o "$bridge" -j ACCEPT)
+
+firewall_open() {
+    [[ $(cat /proc/sys/net/bridge/bridge-nf-call-iptables 2>/dev/null) == 1 ]] && command -v iptables >/dev/null || return 0
+    iptables -w 10 -C "${bridge_rule[@]}" 2>/dev/null || iptables -w 10 -I "${bridge_rule[@]}"
+}
+
+firewall_close() {
+    command -v iptables >/dev/null || return 0
+    iptables -w 10 -D "${bridge_rule[@]}" 2>/dev/null || true
+}
+
 network_up() {
     local node
     link_exists "$bridge" || ip link add "$bridge" type bridge
+    firewall_open
     ip link set "$bridge" alias "$state"
     ip addr replace "$bridge_address/24" dev "$bridge"
     ip link set "$bridge" up
@@ -70,12 +87,13 @@ link_is_up() { ip link show "$(node_link "$1")" 2>/dev/null | grep -q ' state UP
 
 network_down() {
     local node
-    for node in "${nodes[@]}"; do
+    for node in $({ printf '%s\n' "${nodes[@]}"; existing_nodes; } | sort -u); do
         # Deleting one end of a veth pair deletes the other at once; deleting only the namespace would do it later.
         ip link delete "$(node_link "$node")" 2>/dev/null || true
         ip netns delete "$(node_netns "$node")" 2>/dev/null || true
     done
     ip link delete "$bridge" 2>/dev/null || true
+    firewall_close
     hosts_remove
 }
 
