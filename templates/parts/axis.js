@@ -9,6 +9,7 @@
 import { color, compact, isUtc, moment, onZone } from "./text.js";
 
 export const FONT = '11px system-ui, "DejaVu Sans", sans-serif';
+export const PADDING = [8, 20, 0, 0]; // px; half a label stands out on the right
 const NEAR = 24; // px, the distance from the cursor up to which a line is named
 const axes = new Set();
 let lastKey = 0;
@@ -185,9 +186,10 @@ function timeLabels(u, moments, axis, space, step) {
     const [date, clock] = moment(t).split(" ");
     if (step >= 86400) return date.slice(5);
     const text = step >= 60 ? clock.slice(0, 5) : clock;
-    const label = date === day ? text : `${text}\n${date}`;
+    // A date is wider than the room right of the last tick.
+    if (date === day || u.over.clientWidth - u.valToPos(t, "x") < 24) return text;
     day = date;
-    return label;
+    return `${text}\n${date}`;
   });
 }
 

@@ -17,7 +17,7 @@
 //   });
 // setData may be called as often as data arrives; the zoom stays. A curve that never changes is written as one line of
 // text instead of drawn (the figure gets the class "constant").
-import { axisStyle, pointedAt, whenVisible } from "./axis.js";
+import { axisStyle, PADDING, pointedAt, whenVisible } from "./axis.js";
 import { color, compact, extent, figureText, fresh, isKnown, mean, scaledUnit } from "./text.js";
 
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
@@ -150,7 +150,7 @@ class Chart {
       height: HEIGHT,
       focus: named,
       points: { show: !named },
-      padding: [8, 8, 0, 0],
+      padding: PADDING,
       scales: { x: { time: this.axis.kind === "time" }, y: log ? { distr: 3 } : { range: valueRange(this.spec.span) } },
       series: [
         {},

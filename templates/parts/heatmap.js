@@ -11,7 +11,7 @@
 //
 // A field with `low_limits` has a scale anchored at them: red below the first (idle), yellow below the second, blue
 // above. Other fields go from dark (low) to bright (high).
-import { axisStyle, pointedAt, whenVisible } from "./axis.js";
+import { PADDING, pointedAt, whenVisible } from "./axis.js";
 import { color, extent, figureText, fresh, isKnown, moment } from "./text.js";
 import { labelAxis } from "./timeline.js";
 
@@ -25,7 +25,7 @@ const VIRIDIS = bytesOf(["440154", "48186a", "472d7b", "424086", "3b528b", "3363
 const IDLE = bytesOf(["a3121c", "d9442f"]);
 const LOW = bytesOf(["f08b3e", "f6d27c"]);
 const FINE = bytesOf(["bcd7ea", "2f6ea8"]);
-const OVERLAY = [0x8e, 0x24, 0xaa];
+const OVERLAY = [0xc2, 0x18, 0xd6];
 
 function between(stops, share) {
   const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
@@ -161,7 +161,7 @@ class HeatMap {
       {
         height: rows.length * high + 36,
         lane: high,
-        padding: [4, 8, 0, 0],
+        padding: PADDING,
         scales: { x: { time: true }, y: { range: () => [0, this.data.rows.length] } },
         series: [{}, { show: false }],
         // A tall map scrolls, and its time would be out of sight below.
@@ -201,12 +201,12 @@ class HeatMap {
     ctx.restore();
   }
 
-  // Return an image whose pixels are the mean of their samples, so that no sample is skipped. A row has four pixels
+  // Return an image whose pixels are the mean of their samples, so that no sample is skipped. A row has three pixels
   // if `striped`: the lowest shows the overlay.
   image(width, striped) {
     const { table, rows } = this.data;
     const { field, span, overlaid } = this;
-    const per = striped && overlaid ? 4 : 1;
+    const per = striped && overlaid ? 3 : 1;
     const image = new ImageData(width, rows.length * per);
     const none = color("--none").match(/\w\w/g).map((h) => parseInt(h, 16));
     const view = this.axis.view;

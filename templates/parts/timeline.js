@@ -7,7 +7,7 @@
 //     lanes: ["Faults", "Checkpoints", …],        // from top to bottom, see LANE_COLORS
 //     marks: [{ t, end, kind, text, lane, sign }],  // end null for a moment; sign is a key of SIGNS
 //   });
-import { axisStyle, FONT, pointedAt, whenVisible } from "./axis.js";
+import { axisStyle, FONT, PADDING, pointedAt, whenVisible } from "./axis.js";
 import { color, fresh, moment } from "./text.js";
 
 const LANE = 24; // px
@@ -83,7 +83,7 @@ class Timeline {
       {
         height: this.height,
         lane: LANE,
-        padding: [4, 8, 0, 0],
+        padding: PADDING,
         scales: { x: { time: true }, y: { range: () => [0, this.names.length] } },
         series: [{}, { show: false }],
         axes: [{ ...axisStyle(), ...this.axis.options() }, labelAxis(this.names.map((_, i) => this.middle(i)), this.names, 84)],

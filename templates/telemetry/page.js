@@ -28,7 +28,8 @@ function makeCharts(data, axes) {
   return data.charts.map((chart) => {
     if (!groups.has(chart.table)) {
       const details = fresh("details", grid);
-      details.open = true;
+      details.id = `charts-${chart.table}`;
+      details.open = innerWidth >= 560 || chart.table === "training"; // all in one column are long
       fresh("h3", fresh("summary", details), GROUPS[chart.table]);
       const charts = fresh("div", details, undefined, "charts");
       fresh("i", charts, undefined, "break");
@@ -78,6 +79,7 @@ function wireCurves(data, tables, axes) {
     const row = data.chosen.indexOf(gpu);
     if (row < 0) return;
     select.value = `gpu:${row}`;
+    byId("charts-gpus").open = true;
     draw();
   };
 }

@@ -119,6 +119,8 @@ def open_page(browser: Any) -> Iterator[Open]:
         opened.page.goto(path.as_uri())
         if options.get("java_script_enabled", True):
             opened.page.wait_for_selector("html[data-ready]")
+            opened.page.evaluate("document.querySelectorAll('#charts details').forEach(d => { d.open = true; })")
+            opened.page.evaluate(SETTLED)
         return opened
 
     yield open_it

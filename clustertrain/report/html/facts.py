@@ -17,6 +17,7 @@ from clustertrain.report.terminal import UNICODE
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.telemetry import findings
 from clustertrain.telemetry.findings import LOW_UTILIZATION
+from clustertrain.telemetry.insights.context import SHORT_S
 from clustertrain.telemetry.insights.cost import WASTED_SHARE
 from clustertrain.telemetry.insights.memory import NEARLY_FULL_SHARE
 from clustertrain.telemetry.insights.utilization import VERY_LOW_UTILIZATION
@@ -183,8 +184,6 @@ def _training_rows(summary: Summary) -> list[tuple[str, str | TimeSpan]]:
             rows.append(("Loss", f"{training.loss:.4g}"))
         if training.joules_per_token is not None:
             rows.append(("Energy per token", findings.format_joules(training.joules_per_token)))
-    if summary.waste is not None:
-        rows.append(("GPU-hours", f"{summary.waste.gpu_hours:,.2f}"))
     return rows
 
 
@@ -194,7 +193,7 @@ def _meters(summary: Summary) -> list[Meter]:
         meters.append(Meter("MFU", summary.training.mfu, f"{summary.training.mfu:.1%}", "model FLOPs utilization"))
     if summary.goodput is not None and summary.goodput.ratio is not None and summary.goodput.wall_s > 0:
         ratio = summary.goodput.ratio
-        tone = "warning" if ratio < LOW_GOODPUT else None
+        tone = "warning" if ratio < LOW_GOODPUT and summary.goodput.wall_s >= SHORT_S else None
         text = f"productive share of {format_duration(summary.goodput.wall_s)}"
         meters.append(Meter("Goodput", ratio, format_percent(ratio), text, tone))
     if summary.waste is not None and summary.waste.gpu_hours:
@@ -236,8 +235,8 @@ def _memory_meter(gpus: Sequence[GpuSummary]) -> Meter:
 def _waste_meter(waste: Waste) -> Meter:
     share = waste.wasted_gpu_hours / waste.gpu_hours
     tone = "warning" if share >= WASTED_SHARE else None
-    text = f"of {waste.gpu_hours:,.2f} GPU-hours trained nothing"
-    return Meter("Wasted", share, f"{waste.wasted_gpu_hours:,.2f} ({share:.0%})", text, tone)
+    text = f"{waste.wasted_gpu_hours:,.2f} of {waste.gpu_hours:,.2f} GPU-hours trained nothing"
+    return Meter("Wasted", share, f"{share:.0%}", text, tone)
 
 
 def _power_meter(gpus: Sequence[GpuSummary]) -> list[Meter]:
