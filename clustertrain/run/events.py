@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import sys
@@ -54,6 +55,14 @@ class EventLog:
 
     def close(self) -> None:
         self._appender.close()
+
+
+def log_user_event(run: RunDir, event: str, /, **fields: object) -> None:
+    """Append an event of what the user asked for by a command."""
+    with fsio.group_umask(run.path):
+        log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
+    log.write(event, user=getpass.getuser(), **fields)
+    log.close()
 
 
 _FIELD_TYPES = event_types.collect_field_types()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from clustertrain.run import endings
-from clustertrain.run.attempts import Attempt
-from clustertrain.run.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from clustertrain.run.attempts import Attempt
+    from clustertrain.run.run_dir import RunDir
 
 PENDING, RUNNING, REQUEUED = "pending", "running", "requeued"
 COMPLETED, FAILED, CANCELLED = "completed", "failed", "cancelled"

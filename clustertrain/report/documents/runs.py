@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pwd
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,6 +18,9 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage.contract_status import ContractStatus
 from clustertrain.run.usage.goodput import Goodput
 from clustertrain.scheduler.run_status import RunStatus, Unreadable
+
+if TYPE_CHECKING:
+    from clustertrain.submit.cancel_runs import Cancellation
 
 
 class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +212,15 @@ def build_unreadable(row: Unreadable) -> UnreadableRun:
     return UnreadableRun(run=row.run.id, error=row.error, fix=row.fix)
 
 
+def build_list(statuses: Sequence[RunStatus | Unreadable], now: float) -> RunList:
+    """Return the document of ``list --json`` at ``now`` (UTC epoch s)."""
+    readable = [s for s in statuses if not isinstance(s, Unreadable)]
+    return RunList(
+        runs=tuple(build_run_entry(s, load_progress(s, now)) for s in readable),
+        unreadable=tuple(build_unreadable(s) for s in statuses if isinstance(s, Unreadable)),
+    )
+
+
 def build_status(status: RunStatus, now: float | None = None) -> RunStatusDocument:
     """Return the document of ``status --json`` at ``now`` (UTC epoch s; by default the time of the call)."""
     progress = load_progress(status, clock.now() if now is None else now)
@@ -277,3 +290,9 @@ def _find_log(run: RunDir) -> str | None:
         if run.job_log.is_file():
             return str(run.job_log)
     return None
+
+
+def build_cancelled(result: Cancellation) -> CancelledRuns:
+    """Return the document of ``cancel --json``."""
+    rows = (CancelledRun(run=s.run.id, job_id=s.job_id, state=result.states[s.run]) for s in result.statuses)
+    return CancelledRuns(runs=tuple(rows))

@@ -20,7 +20,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import run_status
 from clustertrain.scheduler.backend import JobView, Submission
 from clustertrain.scheduler.local import LocalBackend
-from clustertrain.submit import continue_run
+from clustertrain.submit import continue_run, requeue_run
 
 
 class FakeJobs:
@@ -96,7 +96,7 @@ def test_overtaken_command_names_the_other_job(run: RunDir, jobs: FakeJobs, monk
             first[:] = [call(run)]
         return status
 
-    monkeypatch.setattr(run_status, "run_status", slow_status)
+    monkeypatch.setattr(requeue_run, "run_status", slow_status)
     message = refusal(call(run))
     assert first[0].exit_code == 0 and "as job local-2" in message
     assert jobs.submitted == ["local-2"]

@@ -23,7 +23,7 @@ WRITERS = {
     "_emit_event",
     "_on_event",
     "_report",
-    "_log_event",
+    "log_user_event",
 }
 CONSTANTS = {"WARNING_EVENT": "training_warning"}
 
