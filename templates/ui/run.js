@@ -52,8 +52,22 @@ function open() {
   view(key).show(detail);
 }
 
+// Open a tab and keep the focus on it: following a link to the panel would move the focus there.
+function go(tab) {
+  history.pushState(null, "", tab.getAttribute("href"));
+  open();
+  tab.focus();
+}
+
 function wireTabs() {
-  byId("tab-overview").parentElement.addEventListener("keydown", (event) => {
+  const list = tabs[0].parentElement;
+  list.addEventListener("click", (event) => {
+    const tab = event.target.closest('[role="tab"]');
+    if (!tab || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    go(tab);
+  });
+  list.addEventListener("keydown", (event) => {
     const place = tabs.indexOf(document.activeElement);
     const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -place, End: tabs.length - 1 - place };
     if (event.key === " " && place >= 0) {
@@ -62,9 +76,7 @@ function wireTabs() {
     }
     if (place < 0 || !(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    const next = tabs[(place + steps[event.key] + tabs.length) % tabs.length];
-    next.focus();
-    location.hash = next.getAttribute("href");
+    go(tabs[(place + steps[event.key] + tabs.length) % tabs.length]);
   });
   addEventListener("hashchange", open);
 }

@@ -34,11 +34,11 @@ class LogView {
     this.attempts = labeled("Attempt", el("select"));
     this.text = Object.assign(el("input"), { type: "search", placeholder: "Text or regular expression", spellcheck: false });
     this.regex = check("Regular expression");
-    this.scope = labeled("in", el("select"));
+    this.scope = labeled("In", el("select"));
     this.scope.input.append(new Option("this log", "log"), new Option("all ranks of the attempt", "attempt"), new Option("all ranks, all attempts", "run"));
     this.following = check("Follow", true);
     this.wrap = check("Wrap lines", true);
-    const form = el("form", "toolbar log-search", labelOf("Search", this.text), this.scope.label, this.regex.label, submitButton());
+    const form = el("form", "toolbar log-search", labelOf("Search for", this.text), this.scope.label, this.regex.label, submitButton());
     form.setAttribute("role", "search");
     form.onsubmit = (event) => {
       event.preventDefault();
@@ -89,7 +89,13 @@ class LogView {
       this.attempts.input.value = this.attempt ?? "";
       this.fillLogs();
     }
-    this.open(detail || this.key || this.firstLog());
+    this.open(detail || this.inNewest(this.key) || this.firstLog());
+  }
+
+  // The log of the same rank or node in the newest attempt, unless an attempt was chosen.
+  inNewest(key) {
+    const name = key?.split("/")[1];
+    return name && this.attempt === null ? `${this.newestAttempt}/${name}` : key;
   }
 
   onChange(change) {
@@ -103,8 +109,7 @@ class LogView {
 
   async followRequeue() {
     if (!await this.list() || this.attempt !== null || !this.follow) return;
-    const name = this.key?.split("/")[1];
-    if (name) this.open(`${this.newestAttempt}/${name}`);
+    if (this.key) this.open(this.inNewest(this.key));
   }
 
   get selected() {
@@ -253,8 +258,8 @@ class LogView {
       this.say(`Lines around “${text.trim().slice(0, 80)}”. “Newest lines” returns to the end.`);
       const match = this.lines.querySelector(`[data-offset="${offset}"]`);
       match?.classList.add("match");
-      if (match) this.lines.scrollTop = match.offsetTop - this.lines.offsetTop - this.lines.clientHeight / 3;
       this.lines.focus({ preventScroll: true });
+      match?.scrollIntoView({ block: "center" });
     } catch (error) {
       this.about.replaceChildren(problem(error.message, error.fix));
     }
@@ -326,7 +331,12 @@ function submitButton() {
   return element;
 }
 
-const labelOf = (text, input) => el("label", "check", el("span", "", text), input);
+// A label beside its control: inside, a select's options would be part of the label.
+function labelOf(text, input) {
+  const label = el("label", "", text);
+  input.id = label.htmlFor = `log-${text.toLowerCase().replaceAll(" ", "-")}`;
+  return el("span", "check", label, input);
+}
 const labeled = (text, input) => ({ input, label: labelOf(text, input) });
 
 function check(text, checked = false) {
