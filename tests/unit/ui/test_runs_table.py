@@ -103,7 +103,7 @@ def test_states_come_from_the_files_until_the_scheduler_answers(home: Path, monk
     )  # fmt: skip
     table.refresh(wait=True)
     assert seen == ["running"] and table.document()["scheduler"] == []
-    assert table.statuses()[run.path].scheduler_error is None
+    assert table.statuses()[run.id].scheduler_error is None
     table.close()
 
 
