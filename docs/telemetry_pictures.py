@@ -1,6 +1,6 @@
 """Draws docs/pictures/telemetry-{light,dark}.png: the HTML page of a made-up run in headless Chromium.
 
-Also report-{light,dark}.png, the top of the page, for the README.
+Also report-{light,dark}.png, the page down to where the time went, for the README.
 
 python docs/telemetry_pictures.py [FOLDER]
 """
@@ -20,7 +20,7 @@ from clustertrain.report import html  # noqa: E402
 from tests import pages  # noqa: E402
 
 WIDTH, HEIGHT = 1400, 1900
-TOP = 735  # the end of "Where the time went"
+PADDING = 24  # pixels from the top of a section to its heading, and a part of the gap before it
 
 
 def main(folder: Path) -> None:
@@ -33,7 +33,9 @@ def main(folder: Path) -> None:
             view.goto(file.as_uri())
             view.wait_for_selector("html[data-ready]")
             view.screenshot(path=folder / f"telemetry-{scheme}.png")
-            top = {"x": 0, "y": 0, "width": WIDTH, "height": TOP}
+            below = view.get_by_role("heading", name="Over time").bounding_box()
+            assert below is not None
+            top = {"x": 0, "y": 0, "width": WIDTH, "height": round(below["y"]) - PADDING}
             view.screenshot(path=folder / f"report-{scheme}.png", clip=top)  # type: ignore[arg-type]
         browser.close()
 
