@@ -77,7 +77,7 @@ _SECTIONS = {
     "Watch": ("list", "status", "logs", "top", "ui", "watch"),
     "Control": ("wait", "cancel", "requeue", "rerun", "rm", "exec", "shell"),
     "Understand": ("telemetry", "compare", "open", "diagnose", "track"),
-    "Files and settings": ("checkpoint", "data", "recipe", "cluster"),
+    "Files and settings": ("checkpoint", "data", "recipe", "schema", "cluster"),
 }
 
 

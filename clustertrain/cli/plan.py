@@ -108,7 +108,7 @@ def _show(chosen: Plan, command: str, verdict: str, *, why: bool) -> None:
     ]
     for title, rows in [*sections, *(_reasons(chosen, command) if why else [])]:
         if rows:
-            parts += [f"\n{title}", _format_rows(rows, console.width)]
+            parts += [Text(f"\n{title}", style="bold"), _format_rows(rows, console.width)]
     hint = "\n--why also shows the training settings, the reasons, the runners-up and the environment."
     emit(console, *parts, *([] if why else [hint]))
 

@@ -154,8 +154,10 @@ def _find_reason(status: RunStatus | Unreadable, *, with_checkpoints: bool) -> s
         return f"it is unreadable, so it may still be running: {status.error}; delete {run.path} yourself"
     if status.scheduler_error:
         return f"the scheduler does not answer, so it may still be running: {status.scheduler_error}"
-    if not status.is_final or (status.view is not None and status.view.is_alive):
-        return f"it is {status.state}; `clustertrain cancel {run.id}` ends it"
+    if not status.is_final:
+        return f"it is {status.shown_state}; `clustertrain cancel {run.id}` ends it"
+    if status.view is not None and status.view.is_alive:
+        return f"its job {status.job_id} has not ended yet; try again in a minute"
     if run.path.is_symlink():
         return f"its folder is a link; delete {run.path.resolve()} yourself"
     if run.path.stat().st_uid != os.geteuid():

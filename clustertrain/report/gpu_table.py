@@ -10,6 +10,7 @@ from rich.text import Text
 
 from clustertrain.report import terminal
 from clustertrain.report.terminal import Glyphs
+from clustertrain.telemetry.findings import HOT_C
 from clustertrain.telemetry.report_schema import GpuSummary, HostSummary, Stats, Summary
 
 MEDIUM_COLUMNS, WIDE_COLUMNS = 76, 120  # terminal widths at which the table shows more columns, and all of them
@@ -112,12 +113,11 @@ def _remainder_line(summary: Summary, selected: Sequence[GpuSummary], signs: Gly
     return Text(f"{text} are in between{busy_text}{noted_text} (--all shows them, --json has them)")
 
 
+Severities = Mapping[tuple[str | None, str | None], str]
 GpuColumn = tuple[str, bool, Callable[[GpuSummary], RenderableType]]
 
 
-def _columns(
-    signs: Glyphs, width: int, name_width: int, severities: Mapping[tuple[str | None, str | None], str]
-) -> list[GpuColumn]:
+def _columns(signs: Glyphs, width: int, name_width: int, severities: Severities) -> list[GpuColumn]:
     """Return (title, right-aligned, cell) of each column; the sparkline gets the remaining width."""
 
     def index_cell(gpu: GpuSummary) -> Text:
@@ -145,21 +145,28 @@ def _columns(
         ("Node", False, lambda g: g.node),
         ("GPU", True, index_cell),
         ("Rank", True, lambda g: ",".join(map(str, g.ranks)) or signs.dash),
-        ("Util", True, _utilization_cell(signs)),
+        ("Util", True, lambda g: _utilization_cell(g, signs, severities)),
         *(percentile_columns if is_medium else []),
-        ("Over the job", False, lambda g: _sparkline_cell(g, sparkline_width, signs)),
+        ("Over the job", False, lambda g: _sparkline_cell(g, sparkline_width, signs, severities)),
         ("GiB", True, lambda g: _memory_cell(g, signs)),
         ("W", True, lambda g: terminal.format_number(stat_mean(g.power_w), signs)),
-        (signs.degree, True, lambda g: terminal.format_number(stat_max(g.temperature_c), signs)),
+        (signs.degree, True, lambda g: _temperature_cell(g, signs)),
         *(throttle_columns if is_medium else []),
         *(wide_columns if is_wide else []),
     ]
 
 
-def _sparkline_cell(gpu: GpuSummary, width: int, signs: Glyphs) -> Text:
-    stats = busy_stats(gpu)
+def _sparkline_cell(gpu: GpuSummary, width: int, signs: Glyphs, severities: Severities) -> Text:
     text = terminal.sparkline(gpu.timeline.utilization, width, signs).ljust(width)
-    return Text(text, style=terminal.utilization_style(stats.mean) if stats is not None else "")
+    return Text(text, style=_busy_style(gpu, severities))
+
+
+def _busy_style(gpu: GpuSummary, severities: Severities) -> str:
+    """Return the color of a GPU's utilization: red if there is an insight about it, such as that the others wait."""
+    stats = busy_stats(gpu)
+    if stats is None:
+        return ""
+    return "red" if (gpu.node, gpu.uuid) in severities else terminal.utilization_style(stats.mean)
 
 
 def shorten_uuid(uuid: str) -> str:
@@ -167,15 +174,17 @@ def shorten_uuid(uuid: str) -> str:
     return uuid if len(uuid) <= 13 else uuid[:12]
 
 
-def _utilization_cell(signs: Glyphs) -> Callable[[GpuSummary], Text]:
-    def cell(gpu: GpuSummary) -> Text:
-        stats = busy_stats(gpu)
-        if stats is None:
-            return Text(signs.dash)
-        text = "unused" if stats.max == 0 else f"{stats.mean:.0%}"
-        return Text(text, style=f"bold {terminal.utilization_style(stats.mean)}")
+def _utilization_cell(gpu: GpuSummary, signs: Glyphs, severities: Severities) -> Text:
+    stats = busy_stats(gpu)
+    if stats is None:
+        return Text(signs.dash)
+    return Text("unused" if stats.max == 0 else f"{stats.mean:.0%}", style=f"bold {_busy_style(gpu, severities)}")
 
-    return cell
+
+def _temperature_cell(gpu: GpuSummary, signs: Glyphs) -> Text:
+    peak = stat_max(gpu.temperature_c)
+    is_hot = peak is not None and peak >= HOT_C
+    return Text(terminal.format_number(peak, signs), style="bold yellow" if is_hot else "")
 
 
 def _memory_cell(gpu: GpuSummary, signs: Glyphs) -> Text:

@@ -210,7 +210,7 @@ def _format_layout(run: RunDir) -> str:
     try:
         return schema.convert(json_files.load_document(run.plan).value.get("layout"), Layout).describe()
     except msgspec.ValidationError:  # from another version
-        return "-"
+        return ""
 
 
 def _format_step_range(attempt: Attempt) -> str:

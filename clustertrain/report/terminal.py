@@ -42,7 +42,7 @@ class Glyphs(msgspec.Struct, frozen=True):
 
 
 # The full block is left out: sparklines in adjacent rows would merge.
-UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", gap=" ", bar="█", empty="░", dash="–", dot=" · ", degree="°C", line="─")
+UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", gap=" ", bar="█", empty="·", dash="–", dot=" · ", degree="°C", line="─")
 ASCII = Glyphs(levels="_.:-=+*", gap=" ", bar="#", empty=".", dash="-", dot=", ", degree="C", line="-")
 
 

@@ -195,6 +195,15 @@ def check_cpu_fp16(run: ResolvedRun) -> None:
     check_fp16(run.spec.recipe.train.precision, run.spec.job.device, run.requested_device)
 
 
+def note_unused_gpu_type(run: ResolvedRun) -> Notes:
+    """Note a --gpu-type that the plan does not use, because the device is the CPU; refuse nothing."""
+    options = run.parsed.request.job
+    gpu_type = options.get("gpu_type")
+    if not gpu_type or run.spec.job.device != "cpu" or "device" in options:
+        return []
+    return [f'--gpu-type {gpu_type} is not used: the recipe or the profile says device = "cpu"; add --device cuda']
+
+
 def check_utf8_spec(run: ResolvedRun) -> None:
     """Refuse folders and environment variables that are not UTF-8, as the files of a run are."""
     try:
@@ -357,6 +366,7 @@ RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
     command_options.check_command_options,
     commands.note_missing_snapshot,
     check_cpu_fp16,
+    note_unused_gpu_type,
     check_utf8_spec,
     check_environment,
     check_time_limit,

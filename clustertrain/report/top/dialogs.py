@@ -39,7 +39,7 @@ def render_help(width: int, height: int) -> list[Text]:
     """Return the page of keys and columns in ``height`` lines."""
     lines = [Text("Keys", style="bold"), *_definitions(_KEYS, width)]
     lines += [Text(), Text("Columns", style="bold"), *_definitions(_COLUMNS, width)]
-    return _fill(lines, height, "any key: back")
+    return [_crop(line, width) for line in _fill(lines, height, "any key: back")]
 
 
 def _definitions(pairs: Sequence[tuple[str, str]], width: int) -> list[Text]:
@@ -69,10 +69,17 @@ def render_details(
         ]
     lines += _definitions([pair for pair in _facts(view, row, signs) if pair[1]], width)
     if log_path:
-        room = height - len(lines) - 3
-        lines += [Text(), Text(f"End of {log_path}", style="bold")]
+        title = f"End of {log_path}"
+        lines += [Text(), *(Text(title[i : i + width], style="bold") for i in range(0, len(title), width))]
+        room = height - len(lines) - 1
         lines += [Text(f"  {printable(line)}") for line in log[-room:] if room > 0]
-    return _fill(lines, height, "any key: back  up/down: another row")
+    return [_crop(line, width) for line in _fill(lines, height, "any key: back  up/down: another row")]
+
+
+def _crop(line: Text, width: int) -> Text:
+    line.no_wrap = True
+    line.truncate(width, overflow="crop")
+    return line
 
 
 def _facts(view: RunView, row: GpuRow, signs: Glyphs) -> list[tuple[str, str]]:

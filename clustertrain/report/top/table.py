@@ -46,7 +46,7 @@ def render_rows(rows: Sequence[GpuRow], columns: Sequence[Column], selected: int
             cells.append(_pad("" if is_repeated else render(row), width, left_aligned))
         line = Text(" ").join(cells)
         if i == selected:
-            line.stylize("reverse")
+            line.stylize("bold reverse")
         rendered.append(line)
         previous_node = row.node
     return rendered
@@ -189,9 +189,8 @@ def sort_rows(rows: Sequence[GpuRow], column: str, found: Sequence[Problem] = ()
     The highest value of a metric comes first, but the lowest step.
     """
     if column == "problems":
-        first = [problem.row for problem in found]
-        keys = {row_key(row) for row in first}
-        return [*first, *(row for row in rows if row_key(row) not in keys)]
+        places = {row_key(problem.row): i for i, problem in enumerate(found)}
+        return sorted(rows, key=lambda row: places.get(row_key(row), len(places)))
     metrics: dict[str, Callable[[GpuRow], float | None]] = {
         "utilization": lambda r: r.utilization,
         "memory": lambda r: r.memory_used_gib,

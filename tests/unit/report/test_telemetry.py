@@ -6,11 +6,12 @@ import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from clustertrain.report import telemetry, terminal
+from clustertrain.report import gpu_table, telemetry, terminal
 from clustertrain.telemetry.analysis.summarize import summarize
 from clustertrain.telemetry.report_schema import Summary
-from tests.unit.telemetry.runs import T0, Reason, busy, event, gpu, new_attempt, new_run, record
+from tests.unit.telemetry.runs import GIB, T0, Reason, busy, event, gpu, new_attempt, new_run, record
 
 
 def render_text(summary: Summary, width: int) -> str:
@@ -88,6 +89,23 @@ def test_critical_insights_precede_the_tables_and_mark_the_gpu(tmp_path: Path) -
     assert text.index("Insights") < text.index("Over the job")
     rows = [line for line in text.partition("Over the job")[2].splitlines() if "▁" in line or "▇" in line]
     assert "!!1" in rows[1] and "!" not in rows[0]
+
+
+def test_cells_of_a_straggler_are_red_and_of_a_hot_gpu_amber(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+
+    def hot(second: int) -> list[float | None]:
+        return [0.9, 60.0 * GIB, 400.0, 84.0, 1980, 2619, 400.0 * second]
+
+    record(new_attempt(run), [(gpu(0), hot), (gpu(1), busy(0.72)), *((gpu(i), busy(0.97)) for i in (2, 3))])
+    summary = summarize(run)
+    assert [i.uuid for i in summary.insights if i.code == "imbalance"] == ["GPU-n1-1"]
+    table = gpu_table.render_gpus(summary, 80, terminal.UNICODE)[0]
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(table)
+    rows = console.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined]
+    assert "\x1b[1;31m 72%" in rows[1], "above the limit for green, but the others wait for it"
+    assert "\x1b[1;32m 90%" in rows[0] and "\x1b[1;33m84" in rows[0]
 
 
 def test_healthy_run_has_no_problem_and_ends_with_its_notes(tmp_path: Path) -> None:

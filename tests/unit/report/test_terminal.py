@@ -27,7 +27,7 @@ def test_pipe_gets_plain_text_and_80_columns(monkeypatch: pytest.MonkeyPatch) ->
     console = terminal.make_console(out)
     assert console.width == 80
     terminal.emit(console, "a", terminal.meter(0.5, 10, "red", UNICODE))
-    assert out.getvalue() == "a\n█████░░░░░\n"
+    assert out.getvalue() == "a\n█████·····\n"
 
 
 @pytest.mark.parametrize(("columns", "width"), [("160", 160), ("9999", 200), ("3", 60), ("wide", 80)])

@@ -8,10 +8,10 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.report import terminal
-from clustertrain.report.top import history, screen
+from clustertrain.report.top import dialogs, history, screen
 from clustertrain.report.top.history import BINS, MAX_LOSSES, History, LossHistory
 from clustertrain.report.top.screen import ViewOptions
-from clustertrain.report.top.state import RunMonitor, RunView
+from clustertrain.report.top.state import GpuRow, RunMonitor, RunView
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report import live_runs
 
@@ -87,3 +87,19 @@ def test_plots_fill_the_free_lines(width: int, height: int, signs: terminal.Glyp
     assert len(lines) == height and max(map(len, lines)) <= width
     assert any("GPUs busy, %" in line and "loss" in line for line in lines) == (width >= 60)
     assert signs is terminal.UNICODE or "\n".join(lines).isascii()
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (160, 50)])
+def test_details_and_help_fit_the_terminal(width: int, height: int) -> None:
+    row = GpuRow(node="n1", gpu=0, uuid="GPU-0", rank=3, utilization=0.9, step=7, phase="train")
+    view = RunView(t=0.0, run="r", attempt=1, rows=[row])
+    log = [f"{i} {'long ' * 100}\x1b[31m" for i in range(200)]
+    path = f"/{'a-long-folder/' * 10}rank-3.log"
+    for lines in (
+        dialogs.render_details(view, row, log, path, width, height, terminal.ASCII),
+        dialogs.render_help(width, height),
+    ):
+        assert len(lines) == height and max(line.cell_len for line in lines) <= width
+        assert lines[-1].plain.startswith("any key: back")
+    text = "".join(line.plain for line in dialogs.render_details(view, row, log, path, 80, 40, terminal.ASCII))
+    assert path in text and "GPU 0 of n1 (rank 3)" in text and "199 long" in text and "\x1b" not in text

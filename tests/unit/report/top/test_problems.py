@@ -59,7 +59,7 @@ def test_what_differs_is_named(change: dict[str, Any], severity: str, text: str)
     rows = build_rows(r5=change)
     (problem,) = find_problems(rows)
     assert (problem.severity, problem.text) == (severity, text)
-    assert sort_rows(rows, "problems", [problem])[0] is problem.row
+    assert sort_rows(rows, "problems", [problem])[0] is rows[5]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_filter() -> None:
     assert ranks("gpu 1") == [1, 5] and ranks("gpu 1 node-0") == [1]
     assert ranks("node-1") == ranks("NODE-1 train") == [4, 5, 6, 7]
     assert ranks("GPU-3") == [3]
+    assert sort_rows(filter_rows(rows, "3", found), "problems", found) == [rows[3]], "only what matches"
     assert ranks("nothing like it") == [] and ranks("[") == []
 
 
