@@ -120,7 +120,7 @@ def format_memory() -> str:
         ),
         lambda: "{3} of\n  {0} needed one".format(*count_interruptions("alone")),
         lambda: "{} of {} combinations".format(*count_cells("parity")),
-        lambda: "{} of {} checkpoints".format(*count_cells("reshape")),
+        lambda: "{} of {} pairs of layouts".format(*count_cells("reshape")),
         format_planner,
         format_memory,
         lambda: f"two ranks for {find_stall('clustertrain')}; `dcp.async_save` for {find_stall('dcp.async_save')}",
