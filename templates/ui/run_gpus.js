@@ -6,7 +6,7 @@ import { createHeatMap } from "./heatmap.js";
 import { card, el, once, problem, timeOf } from "./run_parts.js";
 import { createGpuTable } from "./tables.js";
 
-const GROUPS = { gpus: "GPUs", hosts: "Nodes" };
+const GROUPS = { gpus: "GPUs", ranks: "Ranks", hosts: "Nodes" };
 
 export function create(panel, run) {
   const about = el("p", "about", "The samples of all GPUs are being summarized…");
@@ -38,12 +38,12 @@ export function create(panel, run) {
       view.parts.shape = shape;
     }
     view.parts.update(summary);
-    if (view.wanted) view.parts.pick(view.wanted);
+    if (view.wanted !== "") view.parts.pick(view.wanted);
     view.wanted = "";
   });
   return {
     show: (detail) => {
-      view.wanted = detail.split("/").at(-1);
+      view.wanted = detail;
       load();
     },
     onChange: (change) => {
@@ -66,7 +66,7 @@ function build({ tableBox, heatBox, curvesBox }, first, specs) {
   let summary = first;
   const axis = createAxis({ kind: "time", range: first.data.window });
   const hasGpus = first.data.gpus.length > 0;
-  tableBox.box.hidden = !hasGpus || !first.gpu_table;
+  tableBox.box.hidden = !hasGpus;
   heatBox.box.hidden = !hasGpus;
   curvesBox.box.hidden = false;
 
@@ -75,14 +75,17 @@ function build({ tableBox, heatBox, curvesBox }, first, specs) {
   const toolbar = el("div", "toolbar", el("label", "check", "Show", select), zoomButtons(axis));
   const key = el("ul", "key");
   key.setAttribute("aria-label", "Lines");
+  const marksKey = el("ul", "key");
+  marksKey.setAttribute("aria-label", "Marks in the charts");
   const grid = el("div", "stack");
-  curvesBox.body.replaceChildren(toolbar, key, grid);
+  curvesBox.body.replaceChildren(toolbar, el("div", "keys", key, marksKey), grid);
   const charts = makeCharts(grid, specs, axis, () => summary.data);
   const draw = () => {
     const { data, tables } = summary;
-    const chart = data.charts.find((c) => c.table === "gpus") || specs[0];
+    const chart = data.charts.find((c) => c.table === "gpus") || data.charts.find((c) => c.table === "hosts") || specs[0];
     const { lines, band } = linesFor(data, tables, chart, select.value);
     fillLegend(key, band ? [{ ...lines[1], label: "mean" }, { label: "lowest to highest", swatch: "band" }] : lines);
+    fillLegend(marksKey, marksOf(data));
     charts.forEach(({ chart: drawn, spec }) => drawn.setData(linesFor(data, tables, spec, select.value)));
   };
   select.onchange = draw;
@@ -90,19 +93,30 @@ function build({ tableBox, heatBox, curvesBox }, first, specs) {
   const showGpu = (index) => {
     const gpu = summary.data.gpus[index];
     const row = summary.data.chosen.indexOf(index);
-    table?.highlight([gpu.key]);
     heat?.highlight([index]);
+    table?.highlight([keyOf(index)]);
+    const name = `${gpu.label}${gpu.ranks ? `, rank ${gpu.ranks}` : ""}`;
+    picked.replaceChildren("Selected: ", el("strong", "", name), row < 0 ? ", which has no curves of its own." : ". Its curves are below the heat map.");
     if (row < 0) return;
     select.value = `gpu:${row}`;
     draw();
   };
   heatBox.body.replaceChildren();
-  tableBox.body.replaceChildren();
   const heat = hasGpus ? createHeatMap(heatBox.body.appendChild(el("figure")), { axis, onPick: showGpu }) : null;
-  const table = hasGpus && first.gpu_table ? createGpuTable(tableBox.body, { onPick: (id) => pick(id) }) : null;
-  const pick = (id) => {
-    const index = summary.data.gpus.findIndex((g) => g.key === id || g.uuid === id || g.label === id);
-    if (index >= 0) showGpu(index);
+  const about = "The worst come first. ✖ and ▲ mark values that an insight or a limit calls bad. Select a GPU to see its curves.";
+  const picked = el("p", "about");
+  picked.setAttribute("role", "status");
+  tableBox.body.replaceChildren(el("p", "about", about), picked);
+  const keyOf = (index) => summary.gpu_table.rows.find((r) => r.gpu === index)?.key;
+  const table = hasGpus ? createGpuTable(tableBox.body.appendChild(el("div")), {
+    onPick: (key) => {
+      showGpu(summary.gpu_table.rows.find((r) => r.key === key).gpu);
+      heatBox.box.scrollIntoView({ block: "start" });
+    },
+  }) : null;
+  const pick = (text) => {
+    const index = Number(text);
+    if (summary.data.gpus[index]) showGpu(index);
   };
   return {
     pick,
@@ -118,6 +132,15 @@ function build({ tableBox, heatBox, curvesBox }, first, specs) {
     },
     destroy: () => charts.forEach(({ chart }) => chart.destroy()),
   };
+}
+
+// What the bands and vertical lines of the charts mean.
+function marksOf({ attempts, marks }) {
+  const items = attempts.some((a) => a.n % 2 === 0) ? [{ label: "attempt 2, 4, …", swatch: "even" }] : [];
+  for (const [lane, swatch] of [["Faults", "fault"], ["Alerts", "alert"]]) {
+    if (marks.some((m) => m.prominent && m.lane === lane)) items.push({ label: swatch, swatch });
+  }
+  return items;
 }
 
 function makeCharts(grid, specs, axis, dataOf) {

@@ -1,18 +1,17 @@
 // The first tab: how far the run is, whether anything is wrong, where the time went, and the attempts.
 import { createAxis } from "./axis.js";
 import { createChart, fillLegend, line } from "./chart.js";
-import { duration } from "./format.js";
-import { card, command, el, number, percent, problem, stateBadge, stepTime, table, timeOf, whole, withCode } from "./run_parts.js";
+import { duration, svg } from "./format.js";
+import { card, command, el, number, percent, problem, stateBadge, stepTime, table, timeOf, whole } from "./run_parts.js";
 
 const MOST_NOTES = 6; // shown without asking
 const MOST_DOTS = 100;
-const SEVERITIES = { critical: "✖ critical", warning: "▲ warning", info: "● info" };
 
 export function create(panel, run) {
   const progress = el("section", "card progress-card");
   progress.setAttribute("aria-label", "Progress");
   const trouble = el("div", "stack");
-  const notes = card("Notes");
+  const notes = card("Insights");
   const time = card("Where the time went");
   const loss = card("Loss", "loss-card");
   const attempts = card("Attempts");
@@ -54,7 +53,7 @@ function showProgress(box, status, run) {
   const steps = step === null ? "No step yet" : `Step ${whole(step)}${total ? ` of ${whole(total)}` : ""}`;
   const left = status.eta_s === null || status.eta_s === undefined ? "" : `${duration(status.eta_s)} left`;
   const line_ = el("p", "progress-line", el("strong", "", steps), share === null ? "" : el("span", "", `${Math.floor(100 * share)} %`), left && el("span", "", left));
-  const tiles = el("dl", "tiles", ...tilesOf(status, run));
+  const tiles = el("dl", "stats", ...tilesOf(status, run));
   box.replaceChildren(line_, ...(share === null ? [] : [bar]), tiles);
 }
 
@@ -73,7 +72,7 @@ function tilesOf(status, run) {
   ];
 }
 
-const tile = (name, value, about) => el("div", "tile", el("dt", "", name), el("dd", "", el("span", "value", value), el("span", "about", about || "")));
+const tile = (name, value, about) => el("div", "stat", el("dt", "", name), el("dd", "", el("span", "stat-value", value), el("span", "about", about || "")));
 
 function showTrouble(box, status) {
   const lines = [];
@@ -103,42 +102,38 @@ function failureCard(status, reason) {
 function showTime({ box, body }, status) {
   const parts = status.goodput_parts;
   box.hidden = !parts.length;
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", "0 0 100 10");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("class", "ledger");
-  svg.setAttribute("aria-hidden", "true"); // the list below has the same
-  let left = 0;
+  const bar = svg("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none", class: "ledger", "aria-hidden": "true" }); // the list has the same
   const list = el("ul", "parts");
+  let left = 0;
   for (const { key, label, seconds, share } of parts) {
-    const rect = document.createElementNS(svg.namespaceURI, "rect");
-    Object.entries({ x: 100 * left, width: 100 * share, height: 10, class: `part-${key}` }).forEach(([name, value]) => rect.setAttribute(name, value));
-    svg.append(rect);
+    svg("rect", { x: 100 * left, width: 100 * share, height: 10, class: `part-${key}` }, bar);
     left += share;
-    list.append(el("li", "", el("i", `swatch bg-${key}`), label, " ", el("b", "", duration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
+    const swatch = svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" });
+    svg("rect", { width: 10, height: 10, class: `part-${key}` }, swatch);
+    list.append(el("li", "", swatch, label, " ", el("b", "", duration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
   }
-  body.replaceChildren(svg, list);
+  body.replaceChildren(bar, list);
 }
 
-export function noteItem(note, onPick) {
-  const severity = note.severity in SEVERITIES ? note.severity : "info";
-  const of = note.rank !== null ? `rank ${note.rank}` : note.uuid || note.node;
-  let chip = "";
-  if (of && note.uuid && onPick) {
-    chip = el("button", "link", `Show ${of}`);
-    chip.type = "button";
-    chip.onclick = () => onPick(note);
-  } else if (of && note.uuid) chip = Object.assign(el("a", "", `Show ${of}`), { href: `#gpus/${note.node ?? ""}/${note.uuid}` });
-  return el("li", severity, el("span", "severity", SEVERITIES[severity]), el("div", "", el("p", "", ...withCode(note.text), " ", chip), note.fix ? el("p", "soft", ...withCode(note.fix)) : ""));
+// A piece of a sentence is text, code, or the name of a GPU: clustertrain/report/html/notes.py.
+function piece({ text, gpu, is_code: isCode }) {
+  if (isCode) return el("code", "", text);
+  return gpu === null ? text : Object.assign(el("a", "", text), { href: `#gpus/${gpu}` });
 }
 
-function showNotes({ body }, { insights, read_errors: errors, t }) {
-  const list = el("ul", "notes", ...insights.slice(0, MOST_NOTES).map((note) => noteItem(note)));
+function noteItem({ severity, sign, text, target, advice_label: label, advice, cost }) {
+  const chips = target.flatMap((t) => [" ", piece(t)]);
+  return el("li", severity, el("span", "severity", `${sign} ${severity}`), el("div", "",
+    el("p", "", ...text.map(piece), ...chips, cost ? el("span", "soft", ` · ${cost}`) : ""),
+    advice.length ? el("p", "soft", `${label}: `, ...advice.map(piece)) : ""));
+}
+
+function showNotes({ body }, { insights, read_errors: errors }) {
+  const list = el("ul", "notes", ...insights.slice(0, MOST_NOTES).map(noteItem));
   const rest = insights.slice(MOST_NOTES);
-  const more = el("details", "", el("summary", "", `${rest.length} more`), el("ul", "notes", ...rest.map((note) => noteItem(note))));
+  const more = el("details", "", el("summary", "", `${rest.length} more`), el("ul", "notes", ...rest.map(noteItem)));
   const nothing = el("p", "soft", "Nothing stands out in the recorded samples.");
   body.replaceChildren(insights.length ? list : nothing, rest.length ? more : "", ...errors.map((e) => problem(`Not read: ${e}`)));
-  body.dataset.t = t;
 }
 
 function showAttempts({ body }, status, run) {

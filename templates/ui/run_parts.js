@@ -11,11 +11,6 @@ export function el(name, className = "", ...children) {
   return element;
 }
 
-// Return the nodes of a sentence, with what stands between backticks as code.
-export function withCode(text) {
-  return text.split("`").map((part, i) => (i % 2 ? el("code", "", part) : part));
-}
-
 // Endings of attempts that are no failure, beside the states of a run.
 const STATES = { ...BADGES, preempted: "warning", time_limit: "warning", signal: "warning", deleted: "" };
 

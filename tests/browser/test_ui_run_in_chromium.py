@@ -138,7 +138,7 @@ def test_rows_lines_and_events_appear_and_a_deleted_run_says_so(open_page: Open,
     sync_api.expect(page.locator(".progress-line")).to_contain_text("Step 1,200 of 10,000")
     append(run.metrics_path(1), {"step": 1201, "t": clock.now(), "loss": 0.125, "step_s": 0.5})
     sync_api.expect(page.locator(".progress-line")).to_contain_text("Step 1,201")
-    sync_api.expect(page.locator(".tiles")).to_contain_text("0.125")
+    sync_api.expect(page.locator(".stats")).to_contain_text("0.125")
 
     page.get_by_role("tab", name="Logs").click()
     last = page.get_by_role("log").locator(".line").last

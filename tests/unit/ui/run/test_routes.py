@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -218,8 +217,9 @@ def test_checkpoints(client: TestClient, run: RunDir) -> None:
 def test_telemetry_is_computed_in_a_child_process(client: TestClient, run: RunDir) -> None:
     live_runs.record(run, "n1", clock.now())
     document = get(client, f"/api/runs/{run.id}/telemetry")
-    assert msgspec.json.decode(json.dumps(document["data"]["gpus"]))[0]["label"] == "n1:0"
-    assert document["blob"]
+    assert [g["label"] for g in document["data"]["gpus"]] == [f"n1:{i}" for i in range(8)]
+    assert document["gpu_table"]["rows"][0]["cells"][0]["text"].startswith("n1:") and document["blob"]
+    assert all(piece["text"] for n in document["insights"] for piece in n["text"]) and document["insights"]
 
 
 def test_parameters_are_checked(client: TestClient, run: RunDir) -> None:
