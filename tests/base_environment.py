@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import subprocess
+import sys
 import tomllib
 import venv
 from collections.abc import Iterable
@@ -16,11 +17,11 @@ from packaging.utils import canonicalize_name
 from tests.paths import ROOT
 
 
-def build_base_environment(folder: Path) -> Path:
+def build_base_environment(folder: Path, wheel: Path | None = None) -> Path:
     """Create the environment in ``folder`` without a network; return its Python.
 
     It links to the packages that ``pip install clustertrain`` would install: the dependencies in pyproject.toml, and
-    theirs.
+    theirs. clustertrain itself is installed from ``wheel``; without one, the checkout is linked.
     """
     venv.create(folder, symlinks=True)
     site = next((folder / "lib").glob("python*/site-packages"))
@@ -29,10 +30,15 @@ def build_base_environment(folder: Path) -> Path:
         distribution = importlib.metadata.distribution(name)
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+    python = folder / "bin" / "python"
+    if wheel is not None:
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True)
+        return python
     (site / "clustertrain").symlink_to(ROOT / "clustertrain")
     (site / "clustertrain-0.dist-info").mkdir()  # for `clustertrain --version`
     (site / "clustertrain-0.dist-info" / "METADATA").write_text(f"Name: clustertrain\nVersion: {project['version']}\n")
-    return folder / "bin" / "python"
+    return python
 
 
 def _list_distributions(requirements: Iterable[str]) -> set[str]:
