@@ -53,8 +53,8 @@ def wheel(packages: Path) -> Path:
 def test_sdist_has_what_a_packager_needs(packages: Path) -> None:
     with tarfile.open(next(packages.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    missing = {name for name in tracked if name and (ROOT / name).exists()} - names
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    missing = {name for name in tracked.splitlines() if (ROOT / name).exists()} - names
     assert {name.split("/")[0] for name in missing} <= {".ci"}
     assert not {name for name in names if "__pycache__" in name or name.endswith((".whl", ".pyc"))}
 
