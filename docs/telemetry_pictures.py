@@ -1,6 +1,6 @@
 """Draws docs/pictures/telemetry-{light,dark}.png: the HTML page of a made-up run in headless Chromium.
 
-Also report-{light,dark}.png, the page down to where the time went, for the README.
+Also report-{light,dark}.png, the top of the page, for the README, and telemetry-narrow.png, as on a phone.
 
 python docs/telemetry_pictures.py [FOLDER]
 """
@@ -19,8 +19,9 @@ sys.path.insert(0, str(ROOT))
 from clustertrain.report import html  # noqa: E402
 from tests import pages  # noqa: E402
 
-WIDTH, HEIGHT = 1400, 1900
-PADDING = 24  # pixels from the top of a section to its heading, and a part of the gap before it
+WIDTH, HEIGHT = 1400, 2060  # to the end of the heat map
+NARROW = {"width": 375, "height": 1500}
+MARGIN = 14  # px below the last section of the top
 
 
 def main(folder: Path) -> None:
@@ -33,10 +34,14 @@ def main(folder: Path) -> None:
             view.goto(file.as_uri())
             view.wait_for_selector("html[data-ready]")
             view.screenshot(path=folder / f"telemetry-{scheme}.png")
-            below = view.get_by_role("heading", name="Over time").bounding_box()
-            assert below is not None
-            top = {"x": 0, "y": 0, "width": WIDTH, "height": round(below["y"]) - PADDING}
+            last = view.locator("#goodput").bounding_box()
+            assert last is not None
+            top = {"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + MARGIN}
             view.screenshot(path=folder / f"report-{scheme}.png", clip=top)  # type: ignore[arg-type]
+        view = browser.new_page(viewport=NARROW, color_scheme="dark")  # type: ignore[arg-type]
+        view.goto(file.as_uri())
+        view.wait_for_selector("html[data-ready]")
+        view.screenshot(path=folder / "telemetry-narrow.png")
         browser.close()
 
 

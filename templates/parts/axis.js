@@ -187,7 +187,7 @@ function timeLabels(u, moments, axis, space, step) {
     if (step >= 86400) return date.slice(5);
     const text = step >= 60 ? clock.slice(0, 5) : clock;
     // A date is wider than the room right of the last tick.
-    if (date === day || u.over.clientWidth - u.valToPos(t, "x") < 24) return text;
+    if (date === day || u.valToPos(u.scales.x.max, "x") - u.valToPos(t, "x") < 24) return text;
     day = date;
     return `${text}\n${date}`;
   });

@@ -11,6 +11,8 @@ from clustertrain.durations import format_step_time
 from clustertrain.report import timeline
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.analysis.resample import CurveTable
+from clustertrain.telemetry.findings import LOW_UTILIZATION
+from clustertrain.telemetry.insights.utilization import VERY_LOW_UTILIZATION
 from clustertrain.telemetry.report_schema import Summary, TimelineEvent
 
 _GIB = 1 / (1 << 30)
@@ -37,6 +39,7 @@ class Chart(msgspec.Struct, frozen=True):
     """Values below which the heat map shows a GPU as nearly idle, and as not busy."""
 
 
+_USE_LIMITS = (100 * VERY_LOW_UTILIZATION, 100 * LOW_UTILIZATION)
 CHARTS = (
     Chart("training", "step_s", "Step time", "s", 1, "zero", 3),
     Chart("training", "tokens_per_s", "Tokens per second", "tokens/s", 1, "zero", 0),
@@ -49,7 +52,7 @@ CHARTS = (
     Chart("training", "lr", "Learning rate", "", 1, "zero", 7),
     Chart("ranks", "forward_s", "Forward passes per step, spread of the ranks", "s", 1, "zero", 3),
     Chart("ranks", "data_wait_s", "Data wait per step, spread of the ranks", "s", 1, "zero", 3),
-    Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0, (15, 70)),
+    Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0, _USE_LIMITS),
     Chart("gpus", "sm_activity", "SM activity", "%", 100, "percent", 0),
     Chart("gpus", "tensor_activity", "Tensor core activity", "%", 100, "percent", 0),
     Chart("gpus", "dram_activity", "Memory bandwidth in use", "%", 100, "percent", 0),

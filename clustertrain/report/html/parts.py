@@ -20,6 +20,7 @@ MODULES = (*CHART_MODULES, "packed.js", "curves.js", "timeline.js", "heatmap.js"
 STYLES = ("theme.css", "parts.css")
 
 _IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
+_COMMENT = re.compile(r"^ *//.*\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=const |function |async function |class )", re.MULTILINE)
 
 
@@ -45,5 +46,5 @@ def read_styles(page: Path) -> list[str]:
 
 
 def _plain(module: str) -> str:
-    """Return a module without its imports and exports, which are on one line each."""
-    return _EXPORT.sub("", _IMPORT.sub("", module))
+    """Return a module without its imports and exports, which are on one line each, and without lines of comments."""
+    return _COMMENT.sub("", _EXPORT.sub("", _IMPORT.sub("", module)))
