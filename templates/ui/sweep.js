@@ -3,14 +3,15 @@ import { BADGES, integer, svg } from "./format.js";
 import { watch } from "./live.js";
 import { byId, fresh } from "./text.js";
 
-const WIDTH = 1000; // of the drawing, scaled to the page
-const HEIGHT = 320;
-const EDGE = { left: 70, right: 70, top: 34, bottom: 44 };
+const HEIGHT = 320; // px
+const NARROW = 640;
+const EDGE = { left: 64, right: 64, top: 48, bottom: 44 };
 
 const data = JSON.parse(byId("data").textContent);
 const url = `/api/live/sweeps/${location.pathname.split("/").at(-1)}`;
 let sort = { id: "best", down: false };
 let results = null;
+let width = 1000; // of the drawing, px
 
 const figure = (v) => (v === null || v === undefined ? "" : String(Number(v.toPrecision(5))));
 const written = (v) => (v === null || v === undefined ? "" : typeof v === "number" ? figure(v) : typeof v === "string" ? v : JSON.stringify(v));
@@ -130,7 +131,8 @@ function showChart() {
   }
   const best = points.find((row) => row.run === results.best);
   const label = `${results.metric} of ${points.length} points by ${keys.join(", ")}. Best: ${figure(best.best.value)} at ${keys.map((key) => `${key} = ${written(best.values[key])}`).join(", ")}. The table below has all values.`;
-  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, box);
+  width = Math.max(300, box.clientWidth);
+  const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": label }, box);
   const axes = [...keys.map((key) => ({ title: key, get: (row) => row.values[key] })), { title: results.metric, get: (row) => row.best.value, isMetric: true }];
   for (const axis of axes) axis.scale = makeScale(points.map(axis.get), axis.isMetric);
   // The best line is drawn last, so that it is on top.
@@ -140,7 +142,8 @@ function showChart() {
 }
 
 const down = (share) => HEIGHT - EDGE.bottom - share * (HEIGHT - EDGE.top - EDGE.bottom);
-const title = (axis) => `${axis.title}${axis.scale.logarithmic ? ", logarithmic" : ""}`;
+// On a narrow page, the last part of a key has to do.
+const title = (axis) => (width < NARROW ? axis.title.split(".").at(-1) : `${axis.title}${axis.scale.logarithmic ? ", logarithmic" : ""}`);
 
 function text(parent, x, y, content, anchor, kind) {
   const element = svg("text", { x, y, "text-anchor": anchor, class: kind }, parent);
@@ -159,7 +162,7 @@ function mark(element, row) {
 }
 
 function drawParallel(picture, points, axes) {
-  const across = (i) => EDGE.left + (i * (WIDTH - EDGE.left - EDGE.right)) / (axes.length - 1);
+  const across = (i) => EDGE.left + (i * (width - EDGE.left - EDGE.right)) / (axes.length - 1);
   for (const row of points) {
     const path = axes.map((axis, i) => `${across(i).toFixed(1)} ${down(axis.scale.place(axis.get(row))).toFixed(1)}`).join("L");
     mark(svg("path", { d: `M${path}`, fill: "none" }, picture), row);
@@ -167,21 +170,22 @@ function drawParallel(picture, points, axes) {
   axes.forEach((axis, i) => {
     const last = i === axes.length - 1;
     svg("line", { x1: across(i), x2: across(i), y1: EDGE.top, y2: HEIGHT - EDGE.bottom, class: "axis" }, picture);
-    text(picture, across(i), EDGE.top - 16, title(axis), i === 0 ? "start" : last ? "end" : "middle", "name");
+    // On a narrow page, neighbors have their names at two heights.
+    text(picture, across(i), EDGE.top - (width < NARROW && i % 2 ? 32 : 14), title(axis), i === 0 ? "start" : last ? "end" : "middle", "name");
     for (const [value, words] of axis.scale.ticks) text(picture, across(i) + (last ? 8 : -8), down(axis.scale.place(value)) + 4, words, last ? "start" : "end", "tick");
   });
 }
 
 function drawScatter(picture, points, [setting, metric]) {
-  const across = (share) => EDGE.left + share * (WIDTH - EDGE.left - EDGE.right);
+  const across = (share) => EDGE.left + share * (width - EDGE.left - EDGE.right);
   for (const [value, words] of metric.scale.ticks) {
     const y = down(metric.scale.place(value));
-    svg("line", { x1: EDGE.left, x2: WIDTH - EDGE.right, y1: y, y2: y, class: "grid" }, picture);
+    svg("line", { x1: EDGE.left, x2: width - EDGE.right, y1: y, y2: y, class: "grid" }, picture);
     text(picture, EDGE.left - 10, y + 4, words, "end", "tick");
   }
   for (const [value, words] of setting.scale.ticks) text(picture, across(setting.scale.place(value)), HEIGHT - EDGE.bottom + 20, words, "middle", "tick");
   text(picture, EDGE.left, EDGE.top - 16, title(metric), "start", "name");
-  text(picture, WIDTH - EDGE.right, HEIGHT - 4, title(setting), "end", "name");
+  text(picture, width - EDGE.right, HEIGHT - 4, title(setting), "end", "name");
   for (const row of points) {
     mark(svg("circle", { cx: across(setting.scale.place(setting.get(row))), cy: down(metric.scale.place(metric.get(row))), r: row.run === results.best ? 7 : 5 }, picture), row);
   }
@@ -200,5 +204,6 @@ function apply(change) {
   document.documentElement.dataset.ready = "";
 }
 
+addEventListener("resize", () => results && showChart());
 if (data.results) apply(data.results);
 watch(url, data.cursor, apply);
