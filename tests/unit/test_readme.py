@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clustertrain.cli.main import COMMANDS
+from clustertrain.cli.main import COMMANDS, main
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -78,6 +80,21 @@ def test_diff_leads_from_one_example_to_the_other() -> None:
     for sign, name in (("-", "ddp_script.py"), ("+", "ddp_session_script.py")):
         hunk = [line[1:] for line in lines if line[0] in (sign, " ")]
         assert "\n".join(hunk) in (ROOT / "examples" / name).read_text(), name
+
+
+def test_output_of_plan_is_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = re.search(r"\$ cat llama.toml\n(.*?)\$ clustertrain (plan .*?)\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    recipe, command, output = found.groups()
+    (tmp_path / "llama.toml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "argv", ["clustertrain", *command.split()])
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines()[0] == output.strip()
 
 
 def count_interruptions(system: str) -> tuple[int, int, int, int]:
