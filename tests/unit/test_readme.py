@@ -53,6 +53,7 @@ def test_links_are_absolute_and_resolve() -> None:
         target, _, anchor = link.partition("#")
         assert not target or target.startswith("https://"), f"{link}: PyPI resolves no relative link"
         path = target.removeprefix(f"{REPOSITORY}blob/main/").removeprefix(PICTURES)
+        path = path.replace(f"{REPOSITORY}actions/", ".github/").removesuffix("/badge.svg")
         if not target.startswith((REPOSITORY, PICTURES)) and target:
             continue
         file = ROOT / (path if target else "README.md")
