@@ -1,4 +1,4 @@
-"""``python -m clustertrain``: the command line, and three internal commands that job.sh, srun and torchrun run."""
+"""``python -m clustertrain``: the command line, and four internal commands that job.sh, srun and torchrun run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ INTERNAL = {
     "batch": "clustertrain.agent.batch_process",
     "agent": "clustertrain.agent.node_agent",
     "train": "clustertrain.train.main",
+    "watch-node": "clustertrain.watch.node",
 }
 
 

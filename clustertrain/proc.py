@@ -142,6 +142,19 @@ def start_with_stdout_pipe(
             raise CommandFailed(f"{argv[0]}: {e.strerror or e}", fix="install it, or choose another one") from e
 
 
+def start_with_pipes(argv: Sequence[str], *, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a child process with a pipe for each standard stream, in a separate session as Ctrl-C is for the parent.
+
+    Raises:
+        CommandFailed: the command cannot be started.
+    """
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
+    except OSError as e:
+        raise CommandFailed(f"{argv[0]}: {e.strerror or e}", fix="install it, or add it to PATH") from e
+
+
 def run_with_stdin(argv: Sequence[str], data: bytes, *, timeout_s: float, should_cancel: Callable[[], bool]) -> None:
     """Run a command in a separate session, with ``data`` on its standard input.
 

@@ -39,6 +39,7 @@ COMMANDS = {
     "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose; --why explains it."),
     "adopt": ("clustertrain.cli.adopt:adopt", "Read a batch script; write the profile and the submit line."),
     "wrap": ("clustertrain.cli.wrap:wrap", "Run a program inside your own batch script."),
+    "watch": ("clustertrain.cli.watch:watch", "Watch any running Slurm job of yours: GPUs, hosts and ranks."),
     "list": ("clustertrain.cli.jobs:list_", "List your runs, newest first."),
     "status": ("clustertrain.cli.jobs:status", "Show a run's progress, loss and attempts, and why it failed."),
     "sweep": ("clustertrain.cli.sweep:sweep", "Submit one run per point of a grid; show the results."),

@@ -35,8 +35,10 @@ def rerun(name: str, options: tuple[str, ...]) -> Any:
     clustertrain rerun RUN --nodes 8 --time 12:00:00
     """
     from clustertrain.cli.submit import submit
+    from clustertrain.run.watched import refuse_watched
 
     run = find_run(name)
+    refuse_watched(run, "rerun", "submit its program: clustertrain submit -- COMMAND")
     _check_options(options)
     argv, folder = _load_command(run)
     args = insert_options(argv, options)

@@ -106,6 +106,20 @@ def write_report_page(run: RunDir, page: Path) -> None:
     _write_page(run, summarize(run, SummaryRequest(None, None, None, *_scheduler_state(run))), str(page))
 
 
+def print_report(run: RunDir, *, as_json: bool = False) -> None:
+    """Print the report of the whole run."""
+    from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
+
+    summary = summarize(run, SummaryRequest(None, None, None, *_scheduler_state(run)))
+    if as_json:
+        print_json("telemetry", summary)
+        return
+    from clustertrain.report.telemetry import show
+    from clustertrain.report.terminal import make_console
+
+    show(summary, make_console())
+
+
 def _scheduler_state(run: RunDir) -> tuple[str | None, Goodput | None, ContractStatus | None]:
     """Return the state, goodput and contract status that need the scheduler's answer."""
     from clustertrain.scheduler.run_status import run_status

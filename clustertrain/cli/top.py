@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from clustertrain.report.terminal import Glyphs
     from clustertrain.report.top.screen import ViewOptions
     from clustertrain.report.top.state import RunMonitor, RunView
+    from clustertrain.run.run_dir import RunDir
 
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 _PAGE_UP, _PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
@@ -56,7 +57,18 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     On a pipe it prints plain text, one frame per --interval until the run ends. With --json it prints one line per
     frame, or with --once one formatted document.
     """
-    run = find_run(name)
+    return watch_run(find_run(name), lambda live: _display(live, as_json, once, interval))
+
+
+def show_until(run: RunDir, interval: float, has_ended: Callable[[], bool]) -> int:
+    """Show the screen of a run on the terminal until a key or ``has_ended`` ends it; return the exit code."""
+    from clustertrain.report.terminal import make_console
+
+    return watch_run(run, lambda live: _run_interactive(live, make_console(), interval, has_ended))
+
+
+def watch_run(run: RunDir, display: Callable[[RunMonitor], int]) -> int:
+    """Pass the state of a run to ``display`` and return its exit code; 0 after Ctrl-C."""
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.report.top.state import RunMonitor
     from clustertrain.run.run_dir import explain_permission_errors
@@ -64,7 +76,7 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     live, code = RunMonitor(run), 0
     try:
         with explain_permission_errors():
-            code = _display(live, as_json, once, interval)
+            code = display(live)
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:  # `top | head`
@@ -119,8 +131,10 @@ def _print_text_frames(live: RunMonitor, console: Console, once: bool, interval:
         clock.sleep(interval)
 
 
-def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int:
-    """Refresh the screen until a key ends it."""
+def _run_interactive(
+    live: RunMonitor, console: Console, interval: float, has_ended: Callable[[], bool] = lambda: False
+) -> int:
+    """Refresh the screen until a key or ``has_ended`` ends it."""
     from rich.console import Group
     from rich.live import Live as Screen
 
@@ -130,7 +144,7 @@ def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int
     options, glyph_set = ViewOptions(), glyphs(console)
     screen = Screen(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
     with _key_reader() as read_key, _interrupt_on_signals(), screen:
-        while True:
+        while not has_ended():
             view = live.poll()
             deadline = clock.monotonic() + interval
             while True:
@@ -143,6 +157,7 @@ def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int
                     break
                 if _handle_key(key, options, height):
                     return 0
+    return 0
 
 
 def _render_page(

@@ -192,3 +192,5 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     only its owner can read."""
     wrapped: bool = False
     """The run is a command inside the user's own batch script: ``clustertrain wrap``."""
+    watched: bool = False
+    """The run is a job that was started without clustertrain, and is only watched: ``clustertrain watch``."""

@@ -59,6 +59,7 @@ GOODPUT_LABELS = {
 }
 NO_STEPS_REPORTED = "the program has reported no steps"
 NO_STEPS_YET = "none yet; a program without torch.optim reports none"
+WATCHED_STEPS = "not recorded: the job was started without clustertrain, so its steps, loss and tokens are unknown"
 METER_WIDTH = 30
 RECIPE_HASH_DIGITS = 7  # `list --recipe` accepts a prefix of this length
 
@@ -80,6 +81,8 @@ def format_steps(status: RunStatus) -> str:
 def _format_progress(status: RunStatus, progress: Progress) -> str:
     """Format the step, its share, the rate and the time left: ``320/600 (53%), 0.36 s per step, 1m41s left``."""
     if status.step is None:
+        if status.run.watched.exists():
+            return WATCHED_STEPS
         if status.goodput.ratio is not None:
             return "none yet"
         if status.state == state.RUNNING:
@@ -127,7 +130,7 @@ def render(
         _attempts_table(status, width),
         *([_failure_lines(progress.failure)] if progress.failure is not None else []),
         *plan_accuracy_table(accuracy, signs),
-        goodput_table(status.goodput, signs),
+        *([] if status.run.watched.exists() else [goodput_table(status.goodput, signs)]),
     ]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 

@@ -38,7 +38,7 @@ def render(
         gpu_table.render_gpus(summary, width, signs, show_all) if summary.gpus else [],
         gpu_table.render_hosts(summary, width, signs, show_all) if summary.hosts else [],
         timeline.render(summary, width, signs, show_all),
-        [status.goodput_table(summary.goodput, signs)] if summary.goodput and summary.goodput.wall_s > 0 else [],
+        [status.goodput_table(summary.goodput, signs)] if _has_ledger(summary) and summary.goodput else [],
     ]
     blocks: list[list[RenderableType]] = [
         [insights.verdict(summary.insights)] if summary.insights or summary.hosts else [],
@@ -49,6 +49,11 @@ def render(
         [] if is_urgent else notes,
     ]
     return [part for block in blocks if block for part in ("", *block)][1:]
+
+
+def _has_ledger(summary: Summary) -> bool:
+    """Return whether it is known where the time went. A watched job reports no steps."""
+    return summary.goodput is not None and summary.goodput.wall_s > 0 and not summary.watched
 
 
 def _header(summary: Summary, signs: Glyphs) -> Table:
@@ -81,6 +86,8 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
         row("Coverage", Text(text, style="" if summary.coverage >= 0.9 else "bold yellow"))
     if summary.training is not None:
         row("Training", *_training(summary.training))
+    elif summary.watched:
+        row("Training", status.WATCHED_STEPS)
     for title, text in status.contract_rows(summary.contract):
         row(title.capitalize(), text)
     return table

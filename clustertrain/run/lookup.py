@@ -182,6 +182,11 @@ def list_sweep_runs(sweep: Path) -> list[RunDir]:
     return [RunDir(link.resolve()) for link in links if (link / "spec.toml").is_file()]
 
 
+def list_runs_with_job(job_id: str) -> list[RunDir]:
+    """Return the runs that have the job ``job_id`` or, if it is an array, one of its tasks."""
+    return _find_runs_with_job(job_id, list_runs())
+
+
 def _find_runs_with_job(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
     """Return the runs that have the job ``name`` or, if it is an array, one of its tasks."""
     if not JOB_ID.fullmatch(name):

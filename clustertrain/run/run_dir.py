@@ -155,6 +155,16 @@ class RunDir:
         return self.path / "record.json"
 
     @property
+    def watched(self) -> Path:
+        """The job that `clustertrain watch` samples, which was started without clustertrain; absent in other runs."""
+        return self.path / "watched.json"
+
+    @property
+    def watch_lock(self) -> Path:
+        """Locked by the `clustertrain watch` that samples the job."""
+        return self.path / "watch.lock"
+
+    @property
     def environment(self) -> Path:
         """The Python environment that the run takes to its nodes: :mod:`clustertrain.run.shipped_environment`."""
         return self.path / "environment.json"

@@ -65,7 +65,7 @@ def determine_state(
     if last is not None and last.ending == endings.COMPLETED:
         return COMPLETED
     is_alive = job is not None and job.is_alive
-    ended_state = _ended_state(job, accounting_state)
+    ended_state = _ended_state(run, job, accounting_state)
     is_silent = unanswered_job_id is not None and ended_state != CANCELLED
     if run.cancel_marker.exists() and not is_alive and not (is_silent and (last is None or last.ending is None)):
         return CANCELLED
@@ -88,6 +88,8 @@ def determine_state(
     return REQUEUED if is_alive or is_silent else ended_state
 
 
-def _ended_state(job: SchedulerJob | None, accounting_state: str) -> str:
+def _ended_state(run: RunDir, job: SchedulerJob | None, accounting_state: str) -> str:
     job_state = (job.state if job is not None else "") or accounting_state
+    if run.watched.exists() and job_state == "COMPLETED":  # nothing in such a job records its end
+        return COMPLETED
     return CANCELLED if endings.from_scheduler_state(job_state) == endings.CANCELLED else FAILED

@@ -99,6 +99,8 @@ class RunStatus:
         last_attempt = self.history[-1] if self.history else None
         if self.state != state.FAILED or (last_attempt is not None and last_attempt.stopped is not None):
             return None
+        if self.run.watched.exists():  # nothing in such a job decides
+            return None
         suffix = f" (the scheduler reports {self.view.reason})" if self.view is not None and self.view.reason else ""
         if last_attempt is None or last_attempt.requeued is not None:
             n = 1 if last_attempt is None else last_attempt.n + 1
@@ -245,9 +247,11 @@ def _with_scheduler_ending(history: Sequence[Attempt], run_state: str, starts: S
         return result
     row = starts[-1] if starts else None
     ending = endings.from_scheduler_state(row.state) if row else endings.UNKNOWN
-    if run_state == state.CANCELLED:
-        ending = endings.CANCELLED
-    reason = f"ended without a record; the scheduler reports {row.state}" if row else None
+    if run_state in (state.CANCELLED, state.COMPLETED):
+        ending = endings.CANCELLED if run_state == state.CANCELLED else endings.COMPLETED
+    reason = (
+        f"ended without a record; the scheduler reports {row.state}" if row and ending != endings.COMPLETED else None
+    )
     result[-1] = msgspec.structs.replace(result[-1], ending=ending, reason=reason, end=row.end if row else None)
     return result
 

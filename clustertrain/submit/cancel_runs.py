@@ -11,6 +11,7 @@ from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.run import events, state
 from clustertrain.run.attempts import list_job_ids
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.watched import refuse_watched
 from clustertrain.scheduler.backend import Backend
 from clustertrain.scheduler.registry import get_backend
 from clustertrain.scheduler.run_status import RunStatus, Unreadable, run_statuses
@@ -32,7 +33,10 @@ def cancel_runs(runs: Sequence[RunDir]) -> Cancellation:
 
     Raises:
         ClusterTrainError: a run cannot be read, or all have ended already. Nothing is cancelled then.
+        UsageError: a run only watches its job.
     """
+    for run in runs:
+        refuse_watched(run, "cancel", "scancel {job} ends the job itself")
     statuses: list[RunStatus] = []
     for current in run_statuses(runs):
         if isinstance(current, Unreadable):

@@ -11,6 +11,7 @@ from clustertrain.run import attempts, endings, events, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.run.usage import budget
+from clustertrain.run.watched import refuse_watched
 from clustertrain.scheduler.requeue_policy import find_exhausted_budget
 from clustertrain.scheduler.run_status import backend_for_run, run_status
 from clustertrain.submit import continue_run
@@ -21,8 +22,9 @@ def requeue_run(run: RunDir, overrides: Mapping[str, str]) -> str | None:
 
     Raises:
         ClusterTrainError: the run has completed, is pending or being cancelled, or would stop at once.
-        UsageError: an option has no effect on this run, or is malformed.
+        UsageError: an option has no effect on this run, or is malformed; or the run only watches its job.
     """
+    refuse_watched(run, "requeue", "scontrol requeue {job} starts the job itself again")
     continuation = continue_run.Continuation(run)
     current = run_status(run)
     if overrides.keys() - {"time"} and current.backend == "local":

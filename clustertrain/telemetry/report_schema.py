@@ -261,5 +261,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     waste: Waste | None = None
     read_errors: list[str] = []  # files that this user cannot read or that are damaged, each with the reason
     enabled: bool = True  # whether the recipe enables telemetry
+    watched: bool = False  # whether the job was started without clustertrain, so that nothing of its training is known
     device: str | None = None  # ``cuda`` or ``cpu``, as planned
     contract: ContractStatus | None = None

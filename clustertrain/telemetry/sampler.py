@@ -27,6 +27,8 @@ from clustertrain.telemetry.readers.host import HostReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.readers.nvml_events import GpuEvents
 from clustertrain.telemetry.readers.processes import JobProcessReader
+from clustertrain.telemetry.readers.rank_environment import assign_ranks
+from clustertrain.telemetry.readers.watched_job import WatchedJobReader
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
@@ -40,6 +42,7 @@ class Intervals(msgspec.Struct, frozen=True):
     sample_s: float = 1.0  # between samples
     slow_s: float = 10.0  # between readings of slow fields
     flush_s: float = 10.0  # between writes to the files
+    first_flush_s: float | None = None  # until the first write of samples; None: flush_s
 
 
 class Sampler:
@@ -55,6 +58,8 @@ class Sampler:
         first_rank: global rank of local rank 0; local rank i runs on the i-th allocated GPU. None if unknown.
         rank_count: number of ranks on the node; by default one per allocated GPU.
         heartbeat_dir: folder of the ranks' heartbeats.
+        watched_job: finds the ranks and the processes of a job that was started without clustertrain. Its ranks have
+            no heartbeats, and each GPU has the rank that is likely to use it.
         observers: receive each sample and each GPU error.
         intervals: the other intervals; ``interval_s`` overrides its ``sample_s``.
     """
@@ -70,6 +75,7 @@ class Sampler:
         first_rank: int | None = None,
         rank_count: int | None = None,
         heartbeat_dir: Path | None = None,
+        watched_job: WatchedJobReader | None = None,
         observers: Sequence[Observer] = (),
         intervals: Intervals | None = None,
     ) -> None:
@@ -80,7 +86,11 @@ class Sampler:
         self._first_rank = first_rank
         self._rank_count = rank_count
         self._heartbeat_dir = heartbeat_dir
+        self._watched_job = watched_job
         self._ranks: list[int] = []
+        self._ranks_by_gpu: dict[str, list[int]] = {}  # by UUID
+        self._driver: str | None = None
+        self._allocated = allocation.Allocation([], None)
         self._heartbeat_reader: heartbeat.HeartbeatReader | None = None
         self._writer = Writer(folder)
         self._nvml = Nvml()
@@ -149,13 +159,13 @@ class Sampler:
             self._writer.end(self._elapsed(), reason)
 
     def _loop(self) -> None:
-        host, processes = HostReader(), JobProcessReader(os.getpid())
+        host, processes = HostReader(), self._watched_job or JobProcessReader(os.getpid())
         self._open_nvml(host)
         self._ready.set()
         self._flush()  # so that readers see the allocated devices in the first seconds
         intervals = self._intervals
         start = next_slow = clock.monotonic()
-        next_flush = start + intervals.flush_s
+        next_flush = start + (intervals.flush_s if intervals.first_flush_s is None else intervals.first_flush_s)
         tick = 0
         while not self._stop.wait(start + tick * intervals.sample_s - clock.monotonic()):
             heartbeats = self._heartbeat_reader.read() if self._heartbeat_reader else {}
@@ -163,6 +173,7 @@ class Sampler:
             now = clock.monotonic()
             if now >= next_slow:
                 self._slow(host, processes, heartbeats)
+                self._adopt_ranks(host)
                 self._dispatcher.notify_recovered(now)
                 next_slow = now + intervals.slow_s
             if now >= next_flush:
@@ -180,30 +191,52 @@ class Sampler:
 
     def _open_nvml(self, host: HostReader) -> None:
         """Open NVML, find the allocated GPUs and begin a segment with their header."""
-        driver, allocated = None, allocation.Allocation([], None)
+        self._driver, self._allocated = None, allocation.Allocation([], None)
         try:
-            driver = self._nvml.open()
-            allocated = allocation.find_allocation(self._environ, self._nvml.devices())
+            self._driver = self._nvml.open()
+            self._allocated = allocation.find_allocation(self._environ, self._nvml.devices())
             self._nvml_error = None
         except NvmlError as e:
             self._nvml.close()
             self._nvml_error = e.reason
             self._nvml_retry.record_failure(clock.monotonic())
-        count = len(allocated.devices) if self._rank_count is None else self._rank_count
-        first_rank = self._first_rank
-        self._ranks = [] if first_rank is None else list(range(first_rank, first_rank + count))
+        self._readers = [GpuReader(self._nvml, d) for d in self._allocated.devices]
+        self._watch_events()
+        if self._watched_job is not None:
+            self._watched_job.read()
+        self._start_segment(host)
+
+    def _start_segment(self, host: HostReader) -> None:
+        """Begin a segment with the ranks as they are now."""
+        devices = self._allocated.devices
+        if self._watched_job is not None:
+            self._ranks = [r.rank for r in self._watched_job.ranks]
+            self._ranks_by_gpu = assign_ranks(self._watched_job.ranks, devices)
+        else:
+            count = len(devices) if self._rank_count is None else self._rank_count
+            first_rank = self._first_rank
+            self._ranks = [] if first_rank is None else list(range(first_rank, first_rank + count))
+            self._ranks_by_gpu = {d.uuid: [r] for d, r in zip(devices, self._ranks, strict=False)}
         self._heartbeat_reader = (
             heartbeat.HeartbeatReader(self._heartbeat_dir, self._ranks) if self._heartbeat_dir else None
         )
-        self._gpu_facts = [self._gpu_facts_for(i, d) for i, d in enumerate(allocated.devices)]
+        self._gpu_facts = [self._gpu_facts_for(d) for d in devices]
         self.gpus = [msgspec.to_builtins(f) for f in self._gpu_facts]
-        self._readers = [GpuReader(self._nvml, d) for d in allocated.devices]
-        self._watch_events()
         self._recorded_reasons.clear()
         self._segment_start = clock.monotonic()
-        self._begin_segment(host, driver, allocated.source)
+        self._begin_segment(host)
 
-    def _begin_segment(self, host: HostReader, driver: str | None, allocation_source: str | None) -> None:
+    def _adopt_ranks(self, host: HostReader) -> None:
+        """Begin another segment if a watched job has started other ranks. Ranks that have ended remain columns."""
+        if self._watched_job is None or not self._watched_job.ranks:
+            return
+        ranks = [r.rank for r in self._watched_job.ranks]
+        by_gpu = assign_ranks(self._watched_job.ranks, self._allocated.devices)
+        if (ranks, by_gpu) != (self._ranks, self._ranks_by_gpu) and not set(ranks) < set(self._ranks):
+            self._writer.end(self._elapsed())
+            self._start_segment(host)
+
+    def _begin_segment(self, host: HostReader) -> None:
         host_facts = host.read_facts()
         host_share = allocation.read_host_allocation(self._environ)
         self._allocated_cpus = host_share.cpus
@@ -222,8 +255,8 @@ class Sampler:
                 gpus=self._gpu_facts,
                 ranks=self._ranks,
                 nvml_error=self._nvml_error,
-                driver=driver,
-                allocation_source=allocation_source,
+                driver=self._driver,
+                allocation_source=self._allocated.source,
                 cpu_count=host_facts.cpu_count,
                 cpu_allocated=host_share.cpus,
                 memory_total_bytes=host_facts.memory_total_bytes,
@@ -233,9 +266,8 @@ class Sampler:
             )
         )
 
-    def _gpu_facts_for(self, index: int, device: Device) -> GpuFacts:
-        ranks = [self._ranks[index]] if index < len(self._ranks) else []
-        return GpuFacts(**msgspec.structs.asdict(device), ranks=ranks)
+    def _gpu_facts_for(self, device: Device) -> GpuFacts:
+        return GpuFacts(**msgspec.structs.asdict(device), ranks=self._ranks_by_gpu.get(device.uuid, []))
 
     def _fast(self, heartbeats: Mapping[int, heartbeat.Heartbeat]) -> None:
         elapsed_s = self._elapsed()
@@ -250,7 +282,10 @@ class Sampler:
             self._dispatcher.report_errors(self._gpu_events.poll(), self._gpu_facts, elapsed_s)
 
     def _slow(
-        self, host: HostReader, processes: JobProcessReader, heartbeats: Mapping[int, heartbeat.Heartbeat]
+        self,
+        host: HostReader,
+        processes: JobProcessReader | WatchedJobReader,
+        heartbeats: Mapping[int, heartbeat.Heartbeat],
     ) -> None:
         elapsed_s = self._elapsed()
         row = [*self._gpu_values(fields.SLOW), *host.read()]

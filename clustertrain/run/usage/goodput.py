@@ -163,6 +163,7 @@ class _AttemptTimeline:
     def __init__(self, run: RunDir, attempt: Attempt, since: float) -> None:
         self._attempt = attempt
         self._since = since
+        self._is_watched = run.watched.exists()
         self._log = events.for_attempt(run.attempt(attempt.n))
         # Within a file steps rise; each rollback starts another file.
         self._files = [
@@ -209,10 +210,13 @@ class _AttemptTimeline:
         return t - step_s if isinstance(t, (int, float)) and isinstance(step_s, (int, float)) else None
 
     def _add_without_steps(self, total: Goodput, span: tuple[float, float]) -> None:
-        """Add an attempt that was killed during startup, or a script that trains without ``session.steps``."""
+        """Add an attempt that was killed during startup, or a program that reports no steps."""
         session = events.select_last(self._log, event_types.SessionStarted)
         ranks_up = session or events.select_last(self._log, event_types.RanksStarted)
         start, end = span
+        if self._is_watched:
+            self._add_span(total, span, "other_s")
+            return
         if ranks_up is None or (session is not None and self._attempt.ending != endings.COMPLETED):
             self._add_span(total, span, "startup_s")
             return

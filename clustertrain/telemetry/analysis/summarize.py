@@ -161,6 +161,7 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
         layout=plan.layout,
         device=plan.device,
         enabled=settings.enabled,
+        watched=run.watched.exists(),
         ranks=aggregate.summarize_ranks(records),
         training=summarize_training(run, [a for a in history if a.n in logs], energy, gpus, cutoff),
         goodput=goodput,

@@ -25,6 +25,8 @@ class _Process(msgspec.Struct, frozen=True):
     cpu_s: float
     rss_bytes: int
     is_zombie: bool
+    identity: tuple[bytes, bytes]
+    """Name and start time, of which a program that replaces another one changes the first."""
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
@@ -68,9 +70,7 @@ class JobProcessReader:
         Args:
             ranks: process id of each rank, from its heartbeat.
         """
-        if self._now() >= self._rescan_at:
-            self._unrelated_pids.clear()
-            self._rescan_at = self._now() + _RESCAN_S
+        self._is_rescan_due()
         processes: dict[int, _Process] = {}
         root = self._read_process(self._root)
         if root is None:
@@ -85,7 +85,7 @@ class JobProcessReader:
         children: dict[int, list[int]] = {}
         for pid, process in processes.items():
             children.setdefault(process.parent, []).append(pid)
-        descendants = _find_descendants(self._root, children)
+        descendants = find_descendants(self._root, children)
         self._unrelated_pids |= processes.keys() - descendants
         # The root's time does not count for the job, but the time of its ended children does.
         job = self._sum_usage(None, (processes[p] for p in descendants), self._ended_children_s())
@@ -93,9 +93,17 @@ class JobProcessReader:
         for rank, pid in (ranks or {}).items():
             if pid in descendants:
                 rank_usage[rank] = self._sum_usage(
-                    rank, (processes[p] for p in {pid} | _find_descendants(pid, children))
+                    rank, (processes[p] for p in {pid} | find_descendants(pid, children))
                 )
         return JobUsage(job, rank_usage)
+
+    def _is_rescan_due(self) -> bool:
+        """Return whether all processes have to be looked at again, and forget the unrelated ones if so."""
+        is_due = self._now() >= self._rescan_at
+        if is_due:
+            self._unrelated_pids.clear()
+            self._rescan_at = self._now() + _RESCAN_S
+        return is_due
 
     def _sum_usage(self, key: int | None, processes: Iterable[_Process], extra_s: float = 0.0) -> ProcessUsage:
         count, rss, cpu_s = 0, 0, extra_s
@@ -113,19 +121,22 @@ class JobProcessReader:
             return []
 
     def _read_process(self, pid: int) -> _Process | None:
-        stat = self._read_stat(pid)
-        if stat is None:
+        found = self._read_stat(pid)
+        if found is None:
             return None
+        name, stat = found
         # Fields of proc_pid_stat(5) without the first two: 1 ppid, 11 to 14 user and system time of the process and of
-        # its waited-for children, 21 resident pages.
+        # its waited-for children, 19 start time, 21 resident pages.
         ticks = int(stat[11]) + int(stat[12]) + int(stat[13]) + int(stat[14])
-        return _Process(int(stat[1]), ticks / _TICKS_PER_S, int(stat[21]) * _PAGE_BYTES, stat[0] == b"Z")
+        rss_bytes = int(stat[21]) * _PAGE_BYTES
+        return _Process(int(stat[1]), ticks / _TICKS_PER_S, rss_bytes, stat[0] == b"Z", (name, stat[19]))
 
     def _ended_children_s(self) -> float:
-        stat = self._read_stat(self._root)
-        return 0.0 if stat is None else (int(stat[13]) + int(stat[14])) / _TICKS_PER_S
+        found = self._read_stat(self._root)
+        return 0.0 if found is None else (int(found[1][13]) + int(found[1][14])) / _TICKS_PER_S
 
-    def _read_stat(self, pid: int) -> list[bytes] | None:
+    def _read_stat(self, pid: int) -> tuple[bytes, list[bytes]] | None:
+        """Return the name of a process and its other fields."""
         try:
             fd = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY)
         except OSError:
@@ -137,8 +148,9 @@ class JobProcessReader:
         finally:
             os.close(fd)
         # The name, in parentheses, may contain any character.
-        fields = text[text.rfind(b")") + 2 :].split()
-        return fields if len(fields) > 21 else None
+        name, _, rest = text.rpartition(b")")
+        fields = rest.split()
+        return (name, fields) if len(fields) > 21 else None
 
 
 class _MonotonicTotal:
@@ -163,7 +175,7 @@ class _MonotonicTotal:
         return self._highest
 
 
-def _find_descendants(root: int, children: Mapping[int, list[int]]) -> set[int]:
+def find_descendants(root: int, children: Mapping[int, list[int]]) -> set[int]:
     descendants: set[int] = set()
     pending = list(children.get(root, ()))
     while pending:
