@@ -28,7 +28,9 @@ def verdict(insights: Sequence[Insight]) -> Text:
         return Text("No problem found", style="bold green")
     worst = next(i for i in insights if i.severity == ("critical" if counts["critical"] else "warning"))
     style = SEVERITY_SIGNS[worst.severity][1]
-    return Text(f"{', '.join(parts)}: {worst.text}{format_target(worst)}", style=style, overflow="fold")
+    # Only the counts in color: a sentence in red is hard to read on a dark background.
+    text = (f": {worst.text}{format_target(worst)}", "bold")
+    return Text.assemble((", ".join(parts), style), text, overflow="fold")
 
 
 def render(insights: Sequence[Insight], show_all: bool = False) -> list[RenderableType]:

@@ -61,6 +61,7 @@ NO_STEPS_REPORTED = "the program has reported no steps"
 NO_STEPS_YET = "none yet; a program without torch.optim reports none"
 WATCHED_STEPS = "not recorded: the job was started without clustertrain, so its steps, loss and tokens are unknown"
 METER_WIDTH = 30
+LEDGER_WIDTH = 40  # of the time ledger without its bars, at most
 RECIPE_HASH_DIGITS = 7  # `list --recipe` accepts a prefix of this length
 
 
@@ -130,7 +131,7 @@ def render(
         _attempts_table(status, width),
         *([_failure_lines(progress.failure)] if progress.failure is not None else []),
         *plan_accuracy_table(accuracy, signs),
-        *([] if status.run.watched.exists() else [goodput_table(status.goodput, signs)]),
+        *([goodput_table(status.goodput, signs, width)] if status.history and not status.run.watched.exists() else []),
     ]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 
@@ -289,8 +290,8 @@ def plan_accuracy_table(accuracy: PlanAccuracy, signs: Glyphs) -> list[Renderabl
     return [Group(*parts)]
 
 
-def goodput_table(ledger: Goodput, signs: Glyphs) -> RenderableType:
-    """Return the time ledger as a table; times and shares add up to the last row."""
+def goodput_table(ledger: Goodput, signs: Glyphs, width: int) -> RenderableType:
+    """Return the time ledger as a table of at most ``width`` columns; times and shares add up to the last row."""
     seconds = [getattr(ledger, name) for name in TIME_CATEGORIES]
     wall_s = round(ledger.wall_s)
     times, shares = apportion(seconds, wall_s), apportion(seconds, 100)
@@ -303,7 +304,7 @@ def goodput_table(ledger: Goodput, signs: Glyphs) -> RenderableType:
         if exact_s <= 0:
             continue
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
-        bar = meter(exact_s / ledger.wall_s, METER_WIDTH, style, signs)
+        bar = meter(exact_s / ledger.wall_s, max(0, min(METER_WIDTH, width - LEDGER_WIDTH)), style, signs)
         label = "in the script" if name == "other_s" and ledger.ratio is None else GOODPUT_LABELS[name]
         table.add_row(label, format_exact_duration(shown_s), f"{share}%", bar)
     table.add_row("wall time", format_exact_duration(wall_s), "", "")

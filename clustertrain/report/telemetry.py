@@ -38,7 +38,7 @@ def render(
         gpu_table.render_gpus(summary, width, signs, show_all) if summary.gpus else [],
         gpu_table.render_hosts(summary, width, signs, show_all) if summary.hosts else [],
         timeline.render(summary, width, signs, show_all),
-        [status.goodput_table(summary.goodput, signs)] if _has_ledger(summary) and summary.goodput else [],
+        [status.goodput_table(summary.goodput, signs, width)] if _has_ledger(summary) and summary.goodput else [],
     ]
     blocks: list[list[RenderableType]] = [
         [insights.verdict(summary.insights)] if summary.insights or summary.hosts else [],

@@ -22,7 +22,7 @@ from rich.text import Text
 from clustertrain import reading
 from clustertrain.printable import printable, unwrap_stream
 
-MIN_WIDTH, MAX_WIDTH, DEFAULT_WIDTH = 60, 200, 80
+MIN_WIDTH, MAX_WIDTH, DEFAULT_WIDTH = 50, 200, 80
 UNLIMITED_WIDTH = 1 << 20  # for a pipe whose rows must not be wrapped
 
 

@@ -84,7 +84,8 @@ def render_frame(
     view: RunView, width: int, height: int | None, signs: Glyphs, options: ViewOptions, history: History = NO_HISTORY
 ) -> list[Text]:
     """Return the lines of the frame, without a limit if ``height`` is None; clamp the selection to the rows."""
-    found = find_problems(view.rows)
+    # After its end, a run's GPUs idle.
+    found = [] if view.state in state.FINAL else find_problems(view.rows)
     rows = sort_rows(filter_rows(view.rows, options.filter, found), options.sort, found)
     columns, dropped_titles = fit_columns(build_columns(view, width, signs), width)
     head = [*_header(view, width, signs), *_history_lines(view, history, width, signs)]
@@ -294,11 +295,14 @@ def _problem_lines(view: RunView, found: Sequence[Problem], width: int, signs: G
     messages = format_problems([p for p in found if p.row.reason not in nodes_by_problem])
     messages += [(WARNING, f"{_format_names(nodes)}: {problem}") for problem, nodes in nodes_by_problem.items()]
     messages.sort(key=lambda m: SEVERITY_ORDER[m[0]])
-    return [
-        Text(line, style=_SEVERITY[severity])
-        for severity, text in messages
-        for line in _wrap(f"{_SIGNS[severity]} {text}".replace("°C", signs.degree), width, 3)
-    ]
+    lines = []
+    for severity, text in messages:
+        sign = _SIGNS[severity]
+        for line in _wrap(f"{sign} {text}".replace("°C", signs.degree), width, 3):
+            lines.append(Text(line, style="bold" if severity == CRITICAL else ""))
+            if line.startswith(sign):
+                lines[-1].stylize(_SEVERITY[severity], 0, len(sign))
+    return lines
 
 
 def _dropped_columns_text(titles: Sequence[str], width: int) -> list[Text]:

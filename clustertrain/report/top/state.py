@@ -32,6 +32,7 @@ from clustertrain.telemetry.store.latest import LatestReader, NodeStatus
 from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
+_TRAIN = heartbeat.PHASES[heartbeat.TRAIN]
 STATUS_INTERVAL_S = 15.0  # at least, between two status queries
 MAX_STATUS_SHARE = 1 / 200  # of the time, for status queries
 CLOSE_TIMEOUT_S = 1.0  # a status query takes a tenth of this if the scheduler answers
@@ -427,7 +428,10 @@ def _with_steps_behind(rows: list[GpuRow], sampled: Mapping[str, float], step_s:
     """
     newest = max(sampled.values(), default=0.0)
     steps = [
-        None if r.step is None else r.step + (int((newest - sampled[r.node]) / step_s) if step_s else 0) for r in rows
+        r.step + int((newest - sampled[r.node]) / step_s)
+        if r.step is not None and r.phase == _TRAIN and step_s
+        else r.step
+        for r in rows
     ]
     max_step = max((step for step in steps if step is not None), default=0)
     return [

@@ -15,7 +15,7 @@ from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 
 def render_table(parts: Goodput) -> str:
     out = io.StringIO()
-    emit(make_console(out, 100), status.goodput_table(parts, ASCII))
+    emit(make_console(out, 100), status.goodput_table(parts, ASCII, 100))
     return out.getvalue()
 
 
@@ -54,3 +54,13 @@ def test_run_that_has_not_started_shows_only_wall_time() -> None:
 def test_data_wait_is_shown_within_steps() -> None:
     text = render_table(Goodput(wall_s=100.0, productive_s=60.0, repeated_s=20.0, lost_s=20.0, data_wait_s=8.0))
     assert "rank 0 waited for data: 8.00 s, 10.0% of the step time" in text
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+def test_bars_leave_room_for_the_rest(width: int) -> None:
+    out = io.StringIO()
+    ledger = Goodput(productive_s=900_000.0, checkpoint_stall_s=99_000.0, queue_s=1.0, wall_s=999_001.0)
+    emit(make_console(out, width), status.goodput_table(ledger, ASCII, width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and any("#" in line for line in lines)
+    assert any("checkpoint stall" in line and "1d03h30m00s" in line for line in lines)

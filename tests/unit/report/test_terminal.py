@@ -30,7 +30,7 @@ def test_pipe_gets_plain_text_and_80_columns(monkeypatch: pytest.MonkeyPatch) ->
     assert out.getvalue() == "a\n█████·····\n"
 
 
-@pytest.mark.parametrize(("columns", "width"), [("160", 160), ("9999", 200), ("3", 60), ("wide", 80)])
+@pytest.mark.parametrize(("columns", "width"), [("160", 160), ("9999", 200), ("3", 50), ("wide", 80)])
 def test_columns_sets_the_width(monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert terminal.make_console(io.StringIO()).width == width

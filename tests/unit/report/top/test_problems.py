@@ -109,7 +109,10 @@ def test_filter() -> None:
 
 
 def test_steps_of_nodes_are_compared_at_one_time() -> None:
-    rows = [GpuRow(node="a", rank=0, step=120), GpuRow(node="b", rank=1, step=100), GpuRow(node="b", rank=2, step=93)]
+    steps = (("a", 120), ("b", 100), ("b", 93))
+    rows = [GpuRow(node=node, rank=i, step=step, phase="train") for i, (node, step) in enumerate(steps)]
     # b was sampled 10 s earlier, and a step takes 0.5 s.
     assert [r.behind for r in _with_steps_behind(rows, {"a": 110.0, "b": 100.0}, 0.5)] == [0, 0, 7]
     assert [r.behind for r in _with_steps_behind(rows, {"a": 110.0, "b": 100.0}, None)] == [0, 20, 27]
+    idle = [msgspec.structs.replace(r, phase="idle", step=120) for r in rows]
+    assert [r.behind for r in _with_steps_behind(idle, {"a": 110.0, "b": 100.0}, 0.5)] == [0, 0, 0]
