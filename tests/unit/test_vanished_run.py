@@ -19,7 +19,7 @@ from clustertrain.cli.main import main
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
-from clustertrain.scheduler import run_status
+from clustertrain.scheduler import run_list, run_status
 from tests.unit.checkpoint.saved import state_of
 from tests.unit.report import live_runs
 
@@ -77,7 +77,7 @@ def test_run_that_vanishes_during_list_hides_no_other_run(
         shutil.rmtree(vanishing.path)
         return statuses
 
-    monkeypatch.setattr(run_status, "run_statuses", read_then_remove)
+    monkeypatch.setattr(run_list, "run_statuses", read_then_remove)
     done = CliRunner().invoke(list_, list(options))
     assert done.exit_code == 0, done.output
     assert vanishing.id in done.stdout and staying.id in done.stdout
