@@ -65,6 +65,8 @@ COMMANDS = {
     "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
     "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
+    "mcp": ("clustertrain.cli.mcp.command:mcp", "Serve runs, plans, reports and logs to agents (MCP)."),
+    "skill": ("clustertrain.cli.skill:skill", "Print the skill file for agents."),
     "schema": ("clustertrain.cli.schema:schema", "Print the JSON Schema of a --json document."),
     "version": ("clustertrain.cli.version:version", "Show the version; with -v, everything that a bug report needs."),
     "completion": (
@@ -78,7 +80,8 @@ _SECTIONS = {
     "Watch": ("list", "status", "logs", "top", "ui", "watch"),
     "Control": ("wait", "cancel", "requeue", "rerun", "rm", "exec", "shell"),
     "Understand": ("telemetry", "compare", "open", "diagnose", "track"),
-    "Files and settings": ("checkpoint", "data", "recipe", "schema", "cluster"),
+    "Files and settings": ("checkpoint", "data", "recipe", "cluster"),
+    "Scripts and agents": ("schema", "mcp", "skill"),
 }
 
 

@@ -14,6 +14,7 @@ from clustertrain.errors import NotFound
 
 if TYPE_CHECKING:
     from clustertrain.config.parsing.reference import Key, Table
+    from clustertrain.report.documents.tools import RecipeKeys
 
 URL = "https://json-schema.org/draft/2020-12/schema"
 
@@ -30,6 +31,23 @@ def explain(key: str, as_json: bool) -> None:
     """Show the type, default, range and meaning of KEY, such as optim.lr, or the keys of a table, such as optim."""
     from clustertrain.report.terminal import emit, make_console
 
+    document = explain_keys(key)
+    if as_json:
+        print_json("recipe-explain", document)
+        return
+    console = make_console()
+    width = min(console.width, 100)
+    parts = []
+    for k in document.keys:
+        parts.append(f"{k.key}  {k.type}{f', {k.allowed}' if k.allowed else ''}; default {k.default}")
+        parts.append(textwrap.indent(textwrap.fill(k.description, width - 2), "  ") + "\n")
+    emit(console, *parts)
+
+
+def explain_keys(key: str) -> RecipeKeys:
+    """Return what a key means, or all keys of a table. Raise NotFound, with the nearest names, if there is none."""
+    from clustertrain.report.documents.tools import RecipeKey, RecipeKeys
+
     name = key.rstrip("=")
     tables = _tables()
     table = tables.get(name)
@@ -40,20 +58,7 @@ def explain(key: str, as_json: bool) -> None:
         known = [f"{t}.{k.name}" for t in tables for k in tables[t].keys]
         raise NotFound(f"a recipe has no key {name!r}", fix=did_you_mean(name, [*tables, *known], otherwise=[*tables]))
     keys = {name: found} if found is not None else {f"{name}.{k.name}": k for k in table.keys} if table else {}
-    if as_json:
-        from clustertrain.report.documents.tools import RecipeKey, RecipeKeys
-
-        print_json("recipe-explain", RecipeKeys(keys=tuple(RecipeKey(key=n, **_plain(k)) for n, k in keys.items())))
-        return
-    console = make_console()
-    width = min(console.width, 100)
-    parts = []
-    for full, k in keys.items():
-        plain = _plain(k)
-        allowed = f", {plain['allowed']}" if plain["allowed"] else ""
-        parts.append(f"{full}  {plain['type']}{allowed}; default {plain['default']}")
-        parts.append(textwrap.indent(textwrap.fill(plain["description"], width - 2), "  ") + "\n")
-    emit(console, *parts)
+    return RecipeKeys(keys=tuple(RecipeKey(key=n, **_plain(k)) for n, k in keys.items()))
 
 
 @recipe.command(short_help="Print the JSON Schema of recipes, for editors.")

@@ -50,16 +50,9 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     for note in submitted.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
-        from clustertrain.report.documents.submissions import SubmittedRun
+        from clustertrain.report.documents.submissions import build_submitted
 
-        document = SubmittedRun(
-            run=submitted.run.id,
-            job_id=submitted.job_id,
-            backend=submitted.backend,
-            state=submitted.state,
-            run_dir=str(submitted.run.path),
-        )
-        print_json("submit", document)
+        print_json("submit", build_submitted(submitted))
     else:
         click.echo(f"run {submitted.run.id}  job {submitted.job_id}")
         if sys.stdout.isatty() and not (wait or follow):

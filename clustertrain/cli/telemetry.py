@@ -98,12 +98,22 @@ def telemetry(
     show(summary, make_console(), every, brief=brief)
 
 
-def write_report_page(run: RunDir, page: Path) -> None:
-    """Write the HTML page of the whole run. Raise ConfigError if it cannot be written."""
+def read_summary(run: RunDir, *, attempt: int | None = None, since: str | None = None) -> Summary:
+    """Return the report of a run, or of one attempt, or of its last part, such as ``10min``.
+
+    Raises:
+        UsageError: ``since`` is no duration, or nothing matches.
+    """
     from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
 
+    since_s = None if since is None else parse_since(since, "since")
+    return summarize(run, SummaryRequest(attempt, None, since_s, *_scheduler_state(run)))
+
+
+def write_report_page(run: RunDir, page: Path) -> None:
+    """Write the HTML page of the whole run. Raise ConfigError if it cannot be written."""
     _check_html_path(str(page))
-    _write_page(run, summarize(run, SummaryRequest(None, None, None, *_scheduler_state(run))), str(page))
+    _write_page(run, read_summary(run), str(page))
 
 
 def print_report(run: RunDir, *, as_json: bool = False) -> None:

@@ -21,7 +21,7 @@ DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "PIL": "pillow", "skl
 # Their importers call require. bench_ranks is a process whose parent reports that torch is missing.
 BEHIND_A_CHECK = {
     "checkpoint/format/storage.py", "cluster/bench_ranks.py", "telemetry/export/prometheus.py",
-    "telemetry/export/table.py", "train/optim/adamw8bit.py",
+    "telemetry/export/table.py", "train/optim/adamw8bit.py", "cli/mcp/answer.py", "cli/mcp/server.py",
 }  # fmt: skip
 WITH_TORCH = ("train/", "checkpoint/", "diagnose/")
 

@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from clustertrain.config.parsing.reference import field_descriptions
+from clustertrain.documentation import SITE
 from clustertrain.report.documents.encode import SCHEMA_VERSION, TIME_KEYS, is_time
 from clustertrain.report.documents.registry import find_document
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-BASE_URL = "https://clustertrain.github.io/clustertrain/reference/json"
-"""Where the documentation publishes the schemas."""
 
 
 def build_schema(name: str) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def build_schema(name: str) -> dict[str, Any]:
     version = {"const": document.version, "description": "Version of this schema; see the reference of JSON documents."}
     return {
         "$schema": DIALECT,
-        "$id": f"{BASE_URL}/{name}.json",
+        "$id": f"{SITE}/reference/json/{name}.json",
         "title": f"clustertrain {document.command}",
         **root,
         "properties": {SCHEMA_VERSION: version, **root["properties"]},

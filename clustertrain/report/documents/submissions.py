@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from clustertrain.plan.planner import Plan
 from clustertrain.submit.adopt.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from clustertrain.submit import transaction
 
 
 class SubmittedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,3 +104,11 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     """The submit command for a shell, with the change of the folder."""
     argv: tuple[str, ...]
     """The words of the submit command."""
+
+
+def build_submitted(submitted: transaction.SubmittedRun) -> SubmittedRun:
+    """Return the document of ``submit --json``."""
+    run = submitted.run
+    return SubmittedRun(
+        run=run.id, job_id=submitted.job_id, backend=submitted.backend, state=submitted.state, run_dir=str(run.path)
+    )

@@ -1,0 +1,1 @@
+"""``clustertrain mcp``: the commands as tools for agents, over the Model Context Protocol."""
