@@ -93,3 +93,26 @@ def test_make_targets_of_the_workflows_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     used = {m for path in WORKFLOWS for m in re.findall(r"run: make ([\w-]+)", path.read_text())}
     assert used and [target for target in used if not re.search(rf"^{target}[: ]", makefile, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "message"),
+    [
+        ("v1.2.3", "## [1.2.3] - 2026-11-29", ""),
+        ("v1.2.4", "## [1.2.3] - 2026-11-29", "the tag is v1.2.4, the version in pyproject.toml 1.2.3\n"),
+        ("v1.2.3", "## [1.2.3] - not released yet", "CHANGELOG.md has no section '## [1.2.3] - DATE'\n"),
+        ("v1.2.3", "## [1x2.3] - 2026-11-29", "CHANGELOG.md has no section '## [1.2.3] - DATE'\n"),
+    ],
+)
+def test_release_needs_its_version_and_a_dated_section(tag: str, heading: str, message: str, tmp_path: Path) -> None:
+    step = next(s for s in list_steps(GITHUB / "workflows" / "release.yml") if "changelog" in s.get("name", ""))
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=tmp_path, env={"TAG": tag, "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == (message, 1 if message else 0), done.stderr
