@@ -13,6 +13,7 @@ import click
 from clustertrain.errors import ConfigError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+SCHEMA_FILE = "recipe.schema.json"
 SCRIPT = "train_script.py"  # in the examples of a checkout, in the templates of a wheel
 
 
@@ -41,6 +42,12 @@ _force_option = click.option("--force", is_flag=True, help="Replace the file if 
 @click.option("--tokenizer", metavar="PATH", help="Tokenizer of the conversations.")
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Optimizer steps.")
 @click.option("--adapter", is_flag=True, help="Train a LoRA adapter instead of all weights.")
+@click.option(
+    "--schema",
+    "with_schema",
+    is_flag=True,
+    help=f"Also write {SCHEMA_FILE}, with which editors complete and check keys.",
+)
 @_output_option("recipe.toml")
 @_force_option
 def recipe(
@@ -49,6 +56,7 @@ def recipe(
     tokenizer: str | None,
     steps: int | None,
     adapter: bool,
+    with_schema: bool,
     output: Path,
     force: bool,
 ) -> None:
@@ -56,14 +64,22 @@ def recipe(
     from clustertrain.config.parsing.presets import PRESETS
 
     _check_output(output, force=force)
+    schema_file = output.with_name(SCHEMA_FILE)
+    if with_schema:
+        _check_output(schema_file, force=force)
     if sys.stdin.isatty() and sys.stdout.isatty():
         model = model or click.prompt(f"Model: {', '.join(PRESETS)}, or weights to start from", default="tiny")
         data = data if data is not None else click.prompt("Data: a folder or file; empty for a sample text", default="")
         steps = steps or click.prompt("Optimizer steps", default=1000, type=click.IntRange(min=1))
     text = build_recipe(model or "tiny", data or "", tokenizer or "", steps or 1000, adapter=adapter)
     _check_recipe(text, output)
+    if with_schema:
+        from clustertrain.cli.recipe import format_schema
+
+        schema_file.write_text(format_schema())
+        text = f"#:schema ./{SCHEMA_FILE}\n{text}"
     output.write_text(text)
-    click.echo(f"wrote {output}; next:")
+    click.echo(f"wrote {output}{f' and {schema_file}' if with_schema else ''}; next:")
     click.echo(f"  clustertrain plan {output}                 what submit would choose")
     click.echo(f"  clustertrain diagnose init-loss {output}   does the first loss make sense?")
     click.echo(f"  clustertrain submit {output}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,11 @@ def schema() -> None:
     and as the first line of a recipe:  #:schema ./recipe.schema.json
     """
     print_formatted(build_schema())
+
+
+def format_schema() -> str:
+    """Return the JSON Schema of a recipe as the text of a file."""
+    return json.dumps(build_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def build_schema() -> dict[str, Any]:

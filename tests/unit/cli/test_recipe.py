@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
-from clustertrain.cli.recipe import build_schema, recipe
+from clustertrain.cli.init import init
+from clustertrain.cli.recipe import build_schema, format_schema, recipe
 from clustertrain.errors import NotFound
 from tests.paths import ROOT
 
@@ -69,3 +73,34 @@ def test_every_key_in_the_schema_has_a_description() -> None:
         if "description" not in value and "$ref" not in str(value)
     ]
     assert missing == []
+
+
+def taplo(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Check TOML files as editors do that use taplo, such as VS Code with Even Better TOML."""
+    command = [Path(sys.executable).with_name("taplo"), "lint", "--no-auto-config", *argv]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_editors_accept_the_examples(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(format_schema())
+    done = taplo("--schema", f"file://{tmp_path}/schema.json", *map(str, RECIPES), cwd=tmp_path)
+    assert len(RECIPES) > 6 and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[optim]\nlrr = 1.0", "'lrr' was unexpected"),
+        ('[optim]\nlr = "high"', '"high" is not of type "number"'),
+        ('[data]\nkind = "tokes"', '"tokes" is not'),
+        ("[job]\nnodes = 1.5", "is not of type"),
+    ],
+)
+def test_editors_mark_wrong_keys_and_values_of_a_new_recipe(tmp_path: Path, line: str, said: str) -> None:
+    """``init recipe --schema`` names the schema in the first line; taplo reads it from there."""
+    done = CliRunner().invoke(init, ["recipe", "--schema", "-o", str(tmp_path / "new.toml")], standalone_mode=False)
+    assert "recipe.schema.json" in done.stdout
+    assert taplo("new.toml", cwd=tmp_path).returncode == 0
+    (tmp_path / "wrong.toml").write_text(f"#:schema ./recipe.schema.json\n{line}\n")
+    wrong = taplo("wrong.toml", cwd=tmp_path)
+    assert wrong.returncode == 1 and said in wrong.stderr, wrong.stderr
