@@ -2,7 +2,7 @@
 // Expects the global `uPlot` (vendored/uPlot.iife.min.js as a classic script) and parts.css.
 //
 //   const time = createAxis({ kind: "time", range: [start, end] });  // UTC epoch seconds
-//   const step = createAxis({ kind: "number", label: "step", range: [0, 1000] });
+//   const step = createAxis({ kind: "number", label: "step", range: [0, 1000] });  // digits: decimals of x
 //   time.setRange([start, later]);  // new data arrived: a view of the whole range follows it, a zoomed one stays
 //   time.show(from, to); time.showWhole(); time.zoom(0.5); time.move(-0.5); time.onView(([from, to]) => …);
 //   redrawAll();  // after a change of theme or zone
@@ -27,8 +27,8 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redr
 export const createAxis = (spec) => new Axis(spec);
 
 class Axis {
-  constructor({ kind = "time", label = "", range, least = 4 }) {
-    Object.assign(this, { kind, label, least });
+  constructor({ kind = "time", label = "", range, least = 4, digits = 0 }) {
+    Object.assign(this, { kind, label, least, digits });
     lastKey += 1;
     this.key = `axis-${lastKey}`;
     this.plots = [];
@@ -40,7 +40,7 @@ class Axis {
 
   setRange([start, end]) {
     const follows = !this.view || (this.view[0] === this.whole[0] && this.view[1] === this.whole[1]);
-    this.whole = [start, Math.max(end, start + 1)];
+    this.whole = [start, end > start ? end : start + 1];
     if (follows) this.show(...this.whole);
   }
 
@@ -161,12 +161,13 @@ class Axis {
 
   // The x value as text, for readouts.
   text(value) {
-    return this.kind === "time" ? moment(value).slice(5) : `${this.label} ${Math.round(value).toLocaleString("en")}`;
+    return this.kind === "time" ? moment(value).slice(5) : `${this.label} ${value.toLocaleString("en", { maximumFractionDigits: this.digits })}`;
   }
 
   // Options of uPlot for the axis below a chart.
   options() {
-    return { ...axisStyle(), values: this.kind === "time" ? timeLabels : (u, ticks) => ticks.map(compact) };
+    if (this.kind === "time") return { ...axisStyle(), values: timeLabels };
+    return { ...axisStyle(), values: (u, ticks) => ticks.map(compact), label: this.label, labelSize: 16, labelFont: FONT, labelGap: 0 };
   }
 }
 

@@ -2,6 +2,7 @@
 //
 //   const chart = createChart(figure, {
 //     title: "Loss", unit: "", places: 4,
+//     height: 170,                  // px, optional
 //     span: "data",                 // y axis: "percent" is 0-100, "zero" starts at 0, "data" fits the values
 //     axes: { time, step },         // `step` is optional
 //     x: "time", log: false, smoothing: 0,   // changed later by setOptions({ x: "step", log: true, smoothing: 0.9 })
@@ -21,7 +22,8 @@ import { axisStyle, PADDING, pointedAt, whenVisible } from "./axis.js";
 import { color, compact, extent, figureText, fresh, isKnown, mean, scaledUnit } from "./text.js";
 
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
-const HEIGHT = 170; // px
+const HEIGHT = 170; // px, unless `height` says otherwise
+const FEW = 30; // values of a line that are drawn as points too; a single one draws no line
 const MANY = 4; // lines; of more, the readout names only the nearest
 
 // Describe a line: its color repeats after eight lines, with another dash.
@@ -57,13 +59,13 @@ export function orderBySteps(steps) {
 
 class Chart {
   constructor(figure, spec) {
-    Object.assign(this, { figure, spec: { x: "time", log: false, smoothing: 0, backdrop: () => null, ...spec } });
+    Object.assign(this, { figure, spec: { x: "time", log: false, smoothing: 0, height: HEIGHT, backdrop: () => null, ...spec } });
     this.caption = fresh("figcaption", figure, spec.title);
     this.unit = fresh("span", this.caption, "", "unit");
     this.readout = fresh("p", figure, "", "readout");
     this.box = fresh("div", figure, undefined, "plot");
     this.plot = null;
-    this.observer = whenVisible(this.box, () => this.draw(), (width) => this.plot && this.plot.setSize({ width, height: HEIGHT }));
+    this.observer = whenVisible(this.box, () => this.draw(), (width) => this.plot && this.plot.setSize({ width, height: spec.height }));
   }
 
   setData(data) {
@@ -147,7 +149,7 @@ class Chart {
     const { log } = this.spec;
     const named = lines.filter((l) => !l.faint).length > MANY;
     return {
-      height: HEIGHT,
+      height: this.spec.height,
       focus: named,
       points: { show: !named },
       padding: PADDING,
@@ -159,7 +161,7 @@ class Chart {
           stroke: () => color(l.stroke) + (l.faint ? "55" : ""),
           width: l.width,
           dash: l.dash,
-          points: { show: Boolean(l.dots), size: 5 },
+          points: { show: Boolean(l.dots) || (!l.faint && l.values.filter(isKnown).length <= FEW), size: 5 },
           spanGaps: Boolean(l.sparse) || this.axis.kind !== "time",
         })),
       ],

@@ -34,7 +34,13 @@ def test_two_runs_are_drawn_without_requests(tmp_path: Path, scheme: Any) -> Non
         page.goto((tmp_path / "page.html").as_uri())
         page.evaluate(SETTLED)
         canvases = page.query_selector_all("figure[data-scalar] canvas")
-        assert len(canvases) == 2 and canvases[0].evaluate(COUNT_COLORS) > 4
+        assert len(canvases) == 1 and canvases[0].evaluate(COUNT_COLORS) > 4
+        assert "2, constant" in page.locator("figure[data-scalar=validation_loss]").inner_text()
+        assert page.locator(".key li").all_text_contents() == ["A a-aaaaaa", "B b-bbbbbb"]
+        linear = canvases[0].evaluate("c => c.toDataURL()")
+        page.get_by_label("log scale").check()
+        page.evaluate(SETTLED)
+        assert page.locator("figure[data-scalar=loss] canvas").evaluate("c => c.toDataURL()") != linear
         before = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.click("#theme")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before

@@ -27,8 +27,7 @@ def render(comparison: RunsComparison) -> str:
     from markupsafe import Markup
 
     template_dir = templates.find_template_folder() / "compare"
-    script = parts.read_text(template_dir / "compare.js")
-    scripts = [parts.read_text(page.VENDORED / "uPlot.iife.min.js"), f'"use strict";\n(() => {{\n{script}}})();\n']
+    scripts = parts.read_scripts(parts.CHART_MODULES, template_dir / "compare.js")
     styles = parts.read_styles(templates.find_template_folder() / "telemetry" / "page.css")
     environment = page.make_environment(template_dir)
     environment.filters.update(FILTERS)
