@@ -32,7 +32,13 @@ WATCH_INTERVAL_S = 5.0  # each status asks the scheduler
 
 @click.command("list")
 @click.option(
-    "-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs."
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=20,
+    show_default=True,
+    help="Maximum number of runs.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print only the ids, one per line.")
 @click.option(

@@ -29,6 +29,7 @@ _WAIT_S = 0.5
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.2, max=60.0),
+    metavar="S",
     default=1.0,
     show_default=True,
     help="Seconds between samples.",
