@@ -24,7 +24,7 @@ const views = new Map();
 
 function view(key) {
   if (!views.has(key)) {
-    const panel = byId(key);
+    const panel = byId(`panel-${key}`);
     const made = MODULES[key].create(panel, run);
     views.set(key, made);
     // What arrived before the tab was opened.

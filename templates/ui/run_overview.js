@@ -32,6 +32,7 @@ export function create(panel, run) {
       loadNotes();
     },
     onChange: (change) => {
+      for (const box of [progress, time.box, attempts.box]) box.hidden = Boolean(run.status?.error);
       if (change.status && !change.status.error) {
         showProgress(progress, change.status, run);
         showTrouble(trouble, change.status);

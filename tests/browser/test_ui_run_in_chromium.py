@@ -133,7 +133,7 @@ def test_run_under_way_grows_is_preempted_and_continues(open_page: Open, tmp_pat
             sync_api.expect(log).to_contain_text("step", timeout=60_000)
             assert page.get_by_label("Log", exact=True).input_value() == "2/rank-0", "the log follows the requeue"
             page.get_by_role("tab", name="Training").click()
-            sync_api.expect(page.locator("#training .key").first).to_contain_text("start of an attempt")
+            sync_api.expect(page.locator("#panel-training .key").first).to_contain_text("start of an attempt")
             page.close()  # before its server ends
     finally:
         run.cancel_if_active()
@@ -198,7 +198,7 @@ def test_every_tab_is_accessible_and_fits_a_phone(open_page: Open, made: tuple[s
             page.keyboard.press("ArrowRight")
         panel = page.get_by_role("tabpanel")
         sync_api.expect(panel).to_have_count(1)
-        sync_api.expect(panel).to_have_attribute("id", tab)
+        sync_api.expect(panel).to_have_attribute("id", f"panel-{tab}")
         assert page.evaluate("document.activeElement.id") == f"tab-{tab}"
         sync_api.expect(panel.get_by_text("being summarized")).to_be_hidden(timeout=30_000)
         assert find_violations(page) == [], tab

@@ -5,6 +5,7 @@ The request is JSON on standard input. The answer is JSON in the file that the r
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def summarize_run(request: SummaryRequest) -> dict[str, Any]:
     from clustertrain.telemetry.analysis.curves import build_curves
     from clustertrain.ui.run import gpus
 
+    os.nice(10)  # the pages and the user's own programs come first
     run = RunDir(Path(request.run))
     summary = summarize.summarize(run, summarize.SummaryRequest(state=request.state))
     return gpus.describe(summary, build_curves(run, summary))

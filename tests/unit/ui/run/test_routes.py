@@ -37,7 +37,7 @@ def write_log(run: RunDir, rank: int, text: str, attempt: int = 1) -> None:
 def test_page_has_a_tab_per_part(client: TestClient, run: RunDir) -> None:
     text = client.get(f"/runs/{run.id}").text
     for tab in ("overview", "training", "gpus", "timeline", "logs", "setup", "checkpoints"):
-        assert f'id="{tab}"' in text and f'href="#{tab}"' in text
+        assert f'id="panel-{tab}"' in text and f'href="#{tab}"' in text
     assert client.get("/runs/nothing-abc234").status_code == 404
     for path in ("/runs/%2e%2e", "/runs/..%2f..%2fetc", "/api/runs/%00"):
         assert client.get(path).status_code == 404, path
