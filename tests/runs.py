@@ -21,6 +21,7 @@ from clustertrain.report.progress import Progress
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
 from clustertrain.scheduler.run_status import run_status
+from tests.documents import check_document
 from tests.paths import DEVICE_VARIABLE
 
 # The device of the ranks: cpu, or the emulated cuda (pytest --device).
@@ -89,7 +90,7 @@ class Run:
         return call(self.env, *argv, check=check)
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self.call("status", self.id, "--json").stdout)
+        answer: dict[str, Any] = check_document("status", self.call("status", self.id, "--json").stdout)
         return answer
 
     def poll_status(self) -> dict[str, Any]:

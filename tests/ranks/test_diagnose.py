@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.diagnose.registry import CHECKS
+from tests.documents import check_document
 from tests.runs import CLI, DEVICE, INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
@@ -49,7 +49,7 @@ def run_diagnose(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 def call_json(folder: Path, *args: str) -> dict[str, Any]:
     result = run_diagnose(folder, *args, "--json")
-    report: dict[str, Any] = json.loads(result.stdout)
+    report: dict[str, Any] = check_document("diagnose", result.stdout)
     assert result.returncode == (1 if report["verdict"] == "fail" else 0), result.stderr
     return report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from clustertrain import clock
+from tests.documents import check_document
 from tests.runs import INTERRUPTIBLE, LOCAL
 
 pytestmark = pytest.mark.ranks
@@ -77,7 +77,7 @@ def test_search_grows_to_memory_limit_and_recommends_fit(folder: Path) -> None:
         start_search(folder, 0.185, "--gpus", "1", "--json", "--set", "train.global_batch=6", "recipe.toml")
     )
     assert code == 0, err
-    report: dict[str, Any] = json.loads(out)
+    report: dict[str, Any] = check_document("plan-find-micro-batch", out)
     rows = {row["micro_batch"]: row for row in report["trials"]}
     assert list(rows) == [1, 2, 4, 3]  # 3 is the only divisor of 6 between 2 and 4
     assert rows[4]["outcome"] == "out_of_memory" and rows[4]["peak_gib"] is None

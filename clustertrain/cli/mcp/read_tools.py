@@ -15,7 +15,7 @@ from clustertrain.cli.mcp.answer import Document
 from clustertrain.cli.recipe import explain_keys
 from clustertrain.cli.telemetry import read_summary
 from clustertrain.cli.times import parse_moment
-from clustertrain.errors import NotFound
+from clustertrain.errors import NotFound, UsageError
 from clustertrain.report.documents.encode import to_document
 from clustertrain.report.documents.runs import build_list, build_status
 from clustertrain.report.html.text import clean_log_line
@@ -94,6 +94,8 @@ def read_log(
     found = find_run(run)
     selection = files.LogSelection(rank, attempt, source == "job", node if source == "node" else None)
     with explain_permission_errors():
+        if source == "node" and node not in (nodes := files.list_nodes(found, attempt)):  # a part of a path
+            raise NotFound(f"{found.id} has no node {node!r}", fix=f"name one of {', '.join(nodes) or 'none yet'}")
         paths = [path for path in files.list_log_files(found, selection) if path.is_file()]
         if not paths:
             raise NotFound(
@@ -184,6 +186,8 @@ def list_checkpoints(run: RunName = "latest") -> Document:
     from clustertrain.checkpoint.offline import inspect
     from clustertrain.report.documents.checkpoints import build_list as build_checkpoints
 
+    if "/" in run:  # a path or a URL, which the command takes from its user
+        raise UsageError(f"{run!r} is not a run", fix="list_runs has the ids")
     location = locate(run)
     with explain_permission_errors():
         rows = inspect.list_checkpoints(location.root, step=location.step)

@@ -234,3 +234,12 @@ def test_ended_wrapped_run_is_continued_by_its_own_job(
 
 def _refuse(_backend: LocalBackend, job_id: str) -> None:
     raise SchedulerError(f"Slurm did not requeue job {job_id}: Invalid job id specified")
+
+
+def test_json_names_the_new_job(run: RunDir, jobs: FakeJobs) -> None:
+    assert json.loads(call(run, "--json").stdout) == {
+        "schema_version": 1,
+        "run": run.id,
+        "job_id": "local-2",
+        "state": "requeued",
+    }

@@ -172,6 +172,9 @@ def test_keys_are_explained_and_checkpoints_listed(run: RunDir) -> None:
         ("list_runs", {"states": ["dead"]}, "states"),
         ("read_log", {"count": 10**9}, "count"),
         ("search_logs", {"text": ""}, "text"),
+        ("read_log", {"source": "node", "node": "../../../secret"}, "name one of a, b"),
+        ("list_checkpoints", {"run": "s3://bucket/prefix"}, "is not a run"),
+        ("list_checkpoints", {"run": "/etc"}, "is not a run"),
         ("cancel_run", {"run": "latest"}, "Unknown tool"),
     ],
 )
