@@ -68,7 +68,9 @@ def routes(state: UiState) -> list[Route]:
         Route("/runs/{run_id}", show),
         api(lambda request, feed: overview.describe(feed.status.get()), ""),
         api(_describe_curves, "/curves"),
-        api(lambda request, feed: feed.timeline.document(clock.now()), "/timeline"),
+        api(
+            lambda request, feed: feed.timeline.document(clock.now(), is_final=feed.status.get().is_final), "/timeline"
+        ),
         api(lambda request, feed: logs.list_logs(feed.run), "/logs"),
         api(_read_lines, "/logs/lines"),
         Route("/api/runs/{run_id}/logs/search", _search),

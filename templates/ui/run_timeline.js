@@ -35,8 +35,8 @@ export function create(panel, run) {
       about.replaceChildren(problem(error.message, error.fix));
       return;
     }
-    const { attempts, marks, lanes: names, notes } = view.data;
-    about.textContent = notes.join(" ");
+    const { attempts, marks, lanes: names, notes, problems } = view.data;
+    about.replaceChildren(notes.join(" "), ...problems.map((text) => problem(`Not read: ${text}`)));
     const chosen = lanes.value;
     lanes.replaceChildren(new Option("All events", ""), ...names.map((name) => new Option(name, name)));
     lanes.value = names.includes(chosen) ? chosen : "";

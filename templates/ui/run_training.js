@@ -117,7 +117,7 @@ export function create(panel, run) {
       build(names);
     }
     controls.bar.hidden = !data.steps.length;
-    about.textContent = describe(data);
+    about.replaceChildren(describe(data), ...data.problems.map((text) => problem(`Not read: ${text}`)));
     if (!data.steps.length) return;
     const points = run.curves.points;
     view.axes.time.setRange([points.times[0], points.times.at(-1)]);

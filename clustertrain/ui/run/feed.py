@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clustertrain import reading
+from clustertrain.errors import ClusterTrainError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.ui.live import Change
 from clustertrain.ui.run import overview
@@ -43,19 +44,14 @@ class RunFeed:
             return True
         if self._is_deleted:
             return False
-        has_status = self.status.refresh()
+        has_status = _without_errors(self.status.refresh)
         self._status_version += has_status
-        self.telemetry.start_if_due()
+        _without_errors(self.telemetry.start_if_due)
         has_telemetry = self._telemetry_version != self.telemetry.version
         self._telemetry_version = self.telemetry.version
-        parts = [has_status, has_telemetry, self.timeline.refresh(), self._update_curves()]
-        return any(parts)
-
-    def _update_curves(self) -> bool:
-        try:
-            return self.curves.update(wait=False)
-        except OSError:  # the page's own request says why
-            return False
+        has_events = _without_errors(self.timeline.refresh)
+        has_rows = _without_errors(lambda: self.curves.update(wait=False))
+        return has_status or has_telemetry or has_events or has_rows
 
     @property
     def cursor(self) -> str:
@@ -94,6 +90,14 @@ class RunFeed:
         if known[4] != new[4]:
             data["telemetry"] = "changed"
         return Change(data, current)
+
+
+def _without_errors(refresh: Callable[[], bool | None]) -> bool:
+    """Return whether a part has changed; if it cannot be read, the page's request for it says why."""
+    try:
+        return bool(refresh())
+    except (ClusterTrainError, OSError):
+        return False
 
 
 class Feeds:

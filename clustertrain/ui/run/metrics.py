@@ -88,6 +88,7 @@ class MetricCurves:
         self._scalars: dict[str, _Scalar] = {}
         self._left_out: set[str] = set()
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_NEW_ROWS)
+        self._problems: dict[Path, str] = {}
         self.num_rows = 0
 
     def update(self, *, wait: bool = True) -> bool:
@@ -96,8 +97,10 @@ class MetricCurves:
         Args:
             wait: for another thread that is reading; otherwise return False at once if there is one.
 
+        A file that cannot be read is left out, and named in the document.
+
         Raises:
-            OSError: a file cannot be read.
+            OSError: the attempts cannot be listed.
         """
         if not self._lock.acquire(blocking=wait):
             return False
@@ -116,13 +119,20 @@ class MetricCurves:
         for source in sources:
             self._offsets.setdefault(source, 0)
         for number, source in enumerate(sources):
-            while True:
-                rows, end = metrics_file.read_after(source.path, self._offsets[source])
-                if end == self._offsets[source]:
-                    break
-                self._offsets[source] = end
-                self._add(number, source.attempt, rows)
+            try:
+                self._read(number, source)
+                self._problems.pop(source.path, None)
+            except OSError as e:
+                self._problems[source.path] = f"{source.path.name}: {e.strerror or e}"
         return before != (self.num_rows, self.generation)
+
+    def _read(self, number: int, source: Source) -> None:
+        while True:
+            rows, end = metrics_file.read_after(source.path, self._offsets[source])
+            if end == self._offsets[source]:
+                return
+            self._offsets[source] = end
+            self._add(number, source.attempt, rows)
 
     def _add(self, number: int, attempt: int, rows: Iterable[dict[str, Any]]) -> None:
         valid = [r for r in rows if type(r.get("step")) is int and is_number(r["step"]) and is_number(r.get("t"))]
@@ -209,6 +219,7 @@ class MetricCurves:
                 "rows_per_point": self._width,
                 "names": list(self._scalars),
                 "left_out": sorted(self._left_out),
+                "problems": sorted(self._problems.values()),
                 "steps": [int(s) for s in self._step],
                 "times": [round(float(t), 3) for t in self._t],
                 "attempts": [attempts[int(n)] for n in self._file],

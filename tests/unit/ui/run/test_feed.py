@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -61,7 +62,7 @@ def test_preemption_changes_timeline_and_state(feed: RunFeed) -> None:
     assert clock.wait_until(lambda: feed.refresh() and _ending(feed) == "preempted", 10.0, 0.05)
     change = feed.changes_since(cursor)
     assert change is not None and change.data["timeline"] == "changed" and "rows" not in change.data
-    document = feed.timeline.document(clock.now())
+    document = feed.timeline.document(clock.now(), is_final=False)
     assert [m["kind"] for m in document["marks"]][-2:] == ["signal", "ended"] and "Stops" in document["lanes"]
     assert document["attempts"][0]["ending"] == "preempted"
 
@@ -84,6 +85,23 @@ def test_damaged_run_is_named(run: RunDir) -> None:
     change = RunFeed(run).changes_since(None)
     assert change is not None
     assert change.data["status"]["state"] is None and "spec.toml" in change.data["status"]["error"]
+
+
+def test_unreadable_attempt_is_named_and_the_others_are_shown(feed: RunFeed) -> None:
+    feed.run.attempt(2).path.mkdir()
+    feed.run.attempt(2).events.write_text("no folder")
+    feed.run.attempt(3).events.mkdir(parents=True)
+    os.mkfifo(feed.run.attempt(3).events_path("batch"))
+    document = feed.timeline.document(clock.now(), is_final=True)
+    assert [a["n"] for a in document["attempts"]] == [1, 2, 3] and document["attempts"][0]["end"] is not None
+    assert len(document["problems"]) == 1 and "attempt 3" in document["problems"][0]
+    assert len(document["marks"]) > 5
+
+
+def test_events_of_others_are_harmless_text(feed: RunFeed) -> None:
+    append_event(feed.run, event="ended", ending="failed", reason="\x1b]0;x\x07 <b> \u202egnp.exe")
+    document = feed.timeline.document(clock.now(), is_final=False)
+    assert document["marks"][-1]["text"] == r"failed: \x1b]0;x\x07 <b> \u202egnp.exe"
 
 
 def test_oldest_feed_is_dropped(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,15 @@ def test_missing_and_odd_values(run: RunDir) -> None:
     assert document["steps"] == [1, 2] and document["curves"] == {"loss": [None, 2.0], "note": [None, 3.0]}
 
 
+def test_unreadable_file_is_named_and_the_others_are_shown(run: RunDir) -> None:
+    run.metrics_path(1).mkdir()
+    append(run.metrics_path(2), rows(1, 3))
+    document = load(run).document()
+    assert document["steps"] == [1, 2, 3] and document["problems"] == [
+        "attempt-1.jsonl: is a folder, not a regular file"
+    ]
+
+
 def test_number_of_scalars_is_limited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_SCALARS", 3)
     append(run.metrics_path(1), rows(1, 2, a=1, b=2, c=3))
