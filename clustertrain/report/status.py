@@ -149,6 +149,7 @@ def _progress_rows(status: RunStatus, progress: Progress, now: float) -> list[tu
         ("job", f"{status.job_id or '-'} ({status.backend})"),
         ("command", printable(shlex.join(command.command)) if command is not None else ""),
         ("layout", _format_layout(status.run) if command is None else ""),
+        ("code", _format_code(status.run)),
         # A command whose checkpoints are named.
         ("saved", printable(watched.newest_checkpoint or "none yet") if watched is not None else ""),
     ]
@@ -215,6 +216,16 @@ def _format_layout(run: RunDir) -> str:
         return schema.convert(json_files.load_document(run.plan).value.get("layout"), Layout).describe()
     except msgspec.ValidationError:  # from another version
         return ""
+
+
+def _format_code(run: RunDir) -> str:
+    """Return the commit of the submitted code; empty if it is in no git repository."""
+    git = json_files.load_document(run.record).value.get("git")
+    if not isinstance(git, dict) or not isinstance(git.get("commit"), str):
+        return ""
+    branch = f" on {git['branch']}" if isinstance(git.get("branch"), str) and git["branch"] else ""
+    changes = ", with uncommitted changes" if git.get("dirty") else ""
+    return printable(f"commit {git['commit'][:10]}{branch}{changes}")
 
 
 def _format_step_range(attempt: Attempt) -> str:

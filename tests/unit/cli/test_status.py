@@ -61,6 +61,22 @@ def end(run: RunDir) -> None:
     live_runs.create_job("local-1", run, state="FAILED")
 
 
+@pytest.mark.parametrize(
+    ("git", "shown"),
+    [
+        ({"commit": "ab" * 20, "branch": "main", "dirty": True}, "commit ababababab on main, with uncommitted changes"),
+        ({"commit": "ab" * 20, "branch": None, "dirty": False}, "commit ababababab"),
+        ({"commit": "ab" * 20, "branch": "\x1b[31mred"}, r"commit ababababab on \x1b[31mred"),
+        (None, None),
+        ({"commit": 7}, None),
+    ],
+)
+def test_status_shows_the_commit_of_the_code(run: RunDir, git: object, shown: str | None) -> None:
+    fsio.write_json(run.record, {"git": git})
+    rows = [line.split(maxsplit=1) for line in call(status, run.id).stdout.splitlines()]
+    assert next((row[1] for row in rows if row and row[0] == "code"), None) == shown
+
+
 def test_status_leads_with_progress_loss_and_checkpoint(run: RunDir) -> None:
     lines = [line.split(maxsplit=1) for line in call(status, run.id).stdout.splitlines() if line]
     shown = {line[0]: line[1] for line in lines[:6] if len(line) == 2}
