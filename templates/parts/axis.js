@@ -92,7 +92,7 @@ class Axis {
       values,
       box,
     );
-    plot.setScale("x", { min: this.view[0], max: this.view[1] });
+    this.redrawOne(plot);
     box.tabIndex = 0;
     box.setAttribute("role", "img");
     box.onkeydown = (event) => this.key_down(plot, options.lane, event);
@@ -155,8 +155,12 @@ class Axis {
   }
 
   redraw() {
+    this.plots.forEach((plot) => this.redrawOne(plot));
+  }
+
+  redrawOne(plot) {
     // uPlot's redraw() would undo a range that was set in the same turn of the event loop.
-    this.plots.forEach((plot) => plot.setScale("x", { min: this.view[0], max: this.view[1] }));
+    plot.setScale("x", { min: this.view[0], max: this.view[1] });
   }
 
   // The x value as text, for readouts.

@@ -65,7 +65,7 @@ class Chart {
     this.readout = fresh("p", figure, "", "readout");
     this.box = fresh("div", figure, undefined, "plot");
     this.plot = null;
-    this.observer = whenVisible(this.box, () => this.draw(), (width) => this.plot && this.plot.setSize({ width, height: spec.height }));
+    this.observer = whenVisible(this.box, () => this.plot || this.draw(), (width) => this.plot && this.plot.setSize({ width, height: spec.height }));
   }
 
   setData(data) {
@@ -136,7 +136,7 @@ class Chart {
     const values = [x, ...lines.map((l) => l.values.map((v) => (isKnown(v) ? v * this.field.factor : null)))];
     if (this.plot && this.drawn.shape === shape) {
       this.plot.setData(values, false);
-      this.drawn.axis.redraw();
+      this.drawn.axis.redrawOne(this.plot);
       return;
     }
     this.clear();

@@ -15,6 +15,8 @@ import { PADDING, pointedAt, whenVisible } from "./axis.js";
 import { color, extent, figureText, fresh, isKnown, moment } from "./text.js";
 import { labelAxis } from "./timeline.js";
 
+const TALL = 600; // px; a higher map scrolls
+const SHADES = 1024; // colors of a scale
 const OVERLAY_LEAST = 5; // percent
 const SIGNS_OF = { critical: "✖ ", warning: "▲ " };
 const bytesOf = (hexes) => hexes.map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
@@ -53,8 +55,8 @@ class HeatMap {
     this.readout = fresh("p", figure, "", "readout");
     this.readout.setAttribute("aria-live", "polite");
     this.box = fresh("div", figure, undefined, "plot");
-    this.select.onchange = () => { this.legend(); this.axis.redraw(); };
-    whenVisible(this.box, () => this.draw(), () => this.draw());
+    this.select.onchange = () => { this.legend(); this.redraw(); };
+    whenVisible(this.box, () => this.plot || this.draw(), () => this.draw());
   }
 
   setData(data) {
@@ -73,7 +75,12 @@ class HeatMap {
 
   highlight(rows) {
     this.picked = rows;
-    this.axis.redraw();
+    if (rows.length) this.box.scrollTop = rows[0] * this.rowHeight - this.box.clientHeight / 2;
+    this.redraw();
+  }
+
+  redraw() {
+    if (this.plot) this.axis.redrawOne(this.plot);
   }
 
   get field() {
@@ -114,12 +121,18 @@ class HeatMap {
     }
     if (this.overlaid) fresh("span", scale, "slowed by heat or hardware", "overlay");
     fresh("span", scale, "no sample", "none");
+    const { length } = this.data.rows;
+    if (length * this.rowHeight > TALL) fresh("b", scale, `${length.toLocaleString("en")} rows: scroll the map`);
     this.box.setAttribute("aria-label", `Heat map of ${field.title}, one row per GPU`);
   }
 
   get overlaid() {
     const { overlay, table } = this.data;
     return overlay && table.has(overlay) ? overlay : null;
+  }
+
+  get rowHeight() {
+    return Math.max(2, Math.min(18, Math.floor(480 / this.data.rows.length)));
   }
 
   // Return the row labels: each GPU, or only each node's first one if rows are low; none overlap.
@@ -134,27 +147,29 @@ class HeatMap {
       const room = Math.floor((most - 16) / 6.6);
       return short.length <= room ? short : `…${short.slice(1 - room)}`;
     };
-    const names = [];
-    const places = [];
-    let last = -Infinity;
-    rows.forEach((r, i) => {
+    // Rows with a finding are labeled first, then each row or each node's first one, where there is room.
+    const candidates = rows.flatMap((r, i) => {
       const sign = SIGNS_OF[r.severity] || "";
       const first = i === 0 || rows[i - 1].node !== r.node;
-      if (high < 13 && !first && !sign) return;
-      if ((i - last) * high < 13) return;
-      last = i;
-      names.push(sign + fit(high >= 13 || sign ? r.label : r.node));
-      places.push(rows.length - 0.5 - i);
+      if (high < 13 && !first && !sign) return [];
+      return [{ i, sign, text: sign + fit(high >= 13 || sign ? r.label : r.node) }];
     });
+    const shown = [];
+    for (const c of [...candidates.filter((x) => x.sign), ...candidates.filter((x) => !x.sign)]) {
+      if (shown.every((other) => Math.abs(other.i - c.i) * high >= 13)) shown.push(c);
+    }
+    shown.sort((x, y) => x.i - y.i);
+    const names = shown.map((c) => c.text);
+    const places = shown.map((c) => rows.length - 0.5 - c.i);
     return labelAxis(places, names, Math.max(60, 14 + Math.max(0, ...names.map((n) => n.length)) * 6.6));
   }
 
   draw() {
     if (!this.data || this.figure.hidden || !this.box.clientWidth) return;
     const { rows } = this.data;
-    const high = Math.max(2, Math.min(18, Math.floor(480 / rows.length)));
+    const high = this.rowHeight;
     if (this.plot) this.axis.remove(this.plot);
-    this.box.classList.toggle("tall", rows.length * high > 600);
+    this.box.classList.toggle("tall", rows.length * high > TALL);
     this.plot = this.axis.add(
       this.box,
       this.figure,
@@ -165,7 +180,7 @@ class HeatMap {
         scales: { x: { time: true }, y: { range: () => [0, this.data.rows.length] } },
         series: [{}, { show: false }],
         // A tall map scrolls, and its time would be out of sight below.
-        axes: [{ ...this.axis.options(), side: rows.length * high > 600 ? 0 : 2 }, this.labels(high)],
+        axes: [{ ...this.axis.options(), side: rows.length * high > TALL ? 0 : 2 }, this.labels(high)],
         hooks: { draw: [(u) => this.paint(u)] },
       },
       [this.axis.whole, [null, null]],
@@ -182,14 +197,9 @@ class HeatMap {
     const { rows } = this.data;
     const width = Math.max(1, Math.round(bbox.width));
     const each = bbox.height / rows.length;
-    const image = this.image(width, each >= 5 * devicePixelRatio);
-    const aside = document.createElement("canvas");
-    aside.width = width;
-    aside.height = image.height;
-    aside.getContext("2d").putImageData(image, 0, 0);
     ctx.save();
     ctx.imageSmoothingEnabled = false;
-    ctx.drawImage(aside, bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.drawImage(this.picture(width, each >= 5 * devicePixelRatio), bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.fillStyle = color("--card");
     rows.forEach((r, i) => {
       if (i === 0 || r.node === rows[i - 1].node || each < 3 * devicePixelRatio) return;
@@ -197,8 +207,21 @@ class HeatMap {
     });
     ctx.strokeStyle = color("--ink");
     ctx.lineWidth = 2 * devicePixelRatio;
-    for (const row of this.picked) ctx.strokeRect(bbox.left, bbox.top + row * each, bbox.width, each);
+    const around = each < 8 * devicePixelRatio ? 2 * devicePixelRatio : 0; // a low row stays visible in its outline
+    for (const row of this.picked) ctx.strokeRect(bbox.left, bbox.top + row * each - around, bbox.width, each + 2 * around);
     ctx.restore();
+  }
+
+  // Return the image of the visible range, which stays until the range, the field, the data or the theme changes.
+  picture(width, striped) {
+    const key = JSON.stringify([this.axis.view, this.field.curve, width, striped, color("--none")]);
+    if (this.drawn && this.drawn.key === key && this.drawn.data === this.data) return this.drawn.canvas;
+    const image = this.image(width, striped);
+    const canvas = document.createElement("canvas");
+    Object.assign(canvas, { width, height: image.height });
+    canvas.getContext("2d").putImageData(image, 0, 0);
+    this.drawn = { key, data: this.data, canvas };
+    return canvas;
   }
 
   // Return an image whose pixels are the mean of their samples, so that no sample is skipped. A row has three pixels
@@ -208,17 +231,20 @@ class HeatMap {
     const { field, span, overlaid } = this;
     const per = striped && overlaid ? 3 : 1;
     const image = new ImageData(width, rows.length * per);
-    const none = color("--none").match(/\w\w/g).map((h) => parseInt(h, 16));
-    const view = this.axis.view;
+    const pixels = new Uint32Array(image.data.buffer);
+    const none = pixelOf(color("--none").match(/\w\w/g).map((h) => parseInt(h, 16)));
+    const over = pixelOf(OVERLAY);
+    const [low, high] = span;
+    const scale = Array.from({ length: SHADES }, (_, i) => pixelOf(heatColor(low + ((high - low) * i) / (SHADES - 1), span, field.low_limits)));
+    const shade = (value) => scale[Math.round((Math.min(Math.max((value - low) / (high - low || 1), 0), 1)) * (SHADES - 1))];
     rows.forEach((_, row) => {
-      const values = binned(table, table.row(field.curve, row), view, width);
-      const marked = overlaid ? binned(table, table.row(overlaid, row), view, width) : null;
+      const values = binned(table, table.row(field.curve, row), this.axis.view, width);
+      const marked = overlaid ? binned(table, table.row(overlaid, row), this.axis.view, width) : null;
       for (let x = 0; x < width; x++) {
-        const rgb = values[x] === null ? none : heatColor(values[x], span, field.low_limits);
-        const over = marked && marked[x] !== null && marked[x] > OVERLAY_LEAST;
-        for (let k = 0; k < per; k++) {
-          image.data.set([...(over && k === per - 1 ? OVERLAY : rgb), 255], 4 * ((row * per + k) * width + x));
-        }
+        const first = row * per * width + x;
+        const pixel = Number.isNaN(values[x]) ? none : shade(values[x]);
+        for (let k = 0; k < per; k++) pixels[first + k * width] = pixel;
+        if (marked && marked[x] > OVERLAY_LEAST) pixels[first + (per - 1) * width] = over;
       }
     });
     return image;
@@ -244,11 +270,12 @@ class HeatMap {
   }
 }
 
-// Return the mean of the values in each of `width` equal parts of the view, null where none is known.
+// Return the mean of the values in each of `width` equal parts of the view, NaN where none is known.
 function binned(table, values, view, width) {
+  const means = new Float64Array(width);
   const perPixel = (view[1] - view[0]) / width;
   const index = (t) => Math.floor((t - table.start) / table.step);
-  return Array.from({ length: width }, (_, x) => {
+  for (let x = 0; x < width; x++) {
     const first = Math.max(index(view[0] + x * perPixel), 0);
     const last = Math.min(Math.max(index(view[0] + (x + 1) * perPixel - 1e-6), first), values.length - 1);
     let total = 0;
@@ -258,9 +285,13 @@ function binned(table, values, view, width) {
       total += values[i];
       known += 1;
     }
-    return known ? total / known : null;
-  });
+    means[x] = known ? total / known : NaN;
+  }
+  return means;
 }
+
+// Return a color [r, g, b] as the 32 bits of an opaque pixel, on a little-endian machine as all of today's.
+const pixelOf = ([r, g, b]) => ((255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0;
 
 function commonStart(names) {
   let start = names[0] || "";

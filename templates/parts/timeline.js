@@ -52,7 +52,7 @@ class Timeline {
     this.readout = fresh("p", figure, "", "readout");
     this.readout.setAttribute("aria-live", "polite");
     this.box = fresh("div", figure, undefined, "plot");
-    whenVisible(this.box, () => this.draw(), (width) => this.plot && this.plot.setSize({ width, height: this.height }));
+    whenVisible(this.box, () => this.plot || this.draw(), (width) => this.plot && this.plot.setSize({ width, height: this.height }));
   }
 
   setData(data) {
@@ -72,7 +72,7 @@ class Timeline {
     this.box.setAttribute("aria-label", `${attempts.length} attempts and ${marks.length} events on one timeline`);
     if (!this.box.clientWidth) return;
     if (this.plot && this.drawn === this.names.join()) {
-      this.axis.redraw();
+      this.axis.redrawOne(this.plot);
       return;
     }
     if (this.plot) this.axis.remove(this.plot);
