@@ -22,6 +22,7 @@ from benchmarks import (
     step_overhead,
     telemetry,
     ui_run,
+    watch,
 )
 from benchmarks.measure import CannotRun
 
@@ -47,6 +48,10 @@ BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer, against a bare PyTorch loop"),
     "telemetry": (telemetry.main, "cost of the sampler, bytes per value, and time for a report of 1,024 GPUs"),
     "ui_run": (ui_run.main, "the page of a run of 1,024 GPUs for a week: time to open, and for an update"),
+    "watch": (
+        watch.main,
+        "`watch` on four hosts: first report, cost for the job, 50 times attach and detach; needs Slurm",
+    ),
 }
 
 

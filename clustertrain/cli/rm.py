@@ -155,7 +155,8 @@ def _find_reason(status: RunStatus | Unreadable, *, with_checkpoints: bool) -> s
     if status.scheduler_error:
         return f"the scheduler does not answer, so it may still be running: {status.scheduler_error}"
     if not status.is_final:
-        return f"it is {status.shown_state}; `clustertrain cancel {run.id}` ends it"
+        end = f"scancel {status.job_id}" if run.watched.exists() else f"clustertrain cancel {run.id}"
+        return f"it is {status.shown_state}; `{end}` ends it"
     if status.view is not None and status.view.is_alive:
         return f"its job {status.job_id} has not ended yet; try again in a minute"
     if run.path.is_symlink():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clustertrain.scheduler.slurm_job import SlurmJob
     from clustertrain.watch.session import WatchSession
 
-ONCE_S = 3.0  # of samples with --once, beyond those of the first report
+ONCE_S = 4.0  # of samples with --once
 _WAIT_S = 0.5
 
 
@@ -30,7 +30,7 @@ _WAIT_S = 0.5
     "--interval",
     type=click.FloatRange(min=0.2, max=60.0),
     metavar="S",
-    default=1.0,
+    default=2.0,
     show_default=True,
     help="Seconds between samples.",
 )
@@ -83,8 +83,8 @@ def _watch(job: SlurmJob, *, once: bool, as_json: bool, page: Path | None, inter
     session = WatchSession(job, WatchOptions(interval, lambda line: click.echo(f"note: {line}", err=True)))
     code = 0
     with _leave_on_signals():
+        session.open()
         try:
-            session.open()
             _import_reports()
             session.wait_for_samples()
             code = _show(session, once=once, as_json=as_json, interval=interval)
@@ -113,7 +113,7 @@ def _show(session: WatchSession, *, once: bool, as_json: bool, interval: float) 
     from clustertrain.cli.telemetry import print_report
 
     if once:
-        session.ended.wait(max(ONCE_S, 3 * interval))
+        session.ended.wait(max(ONCE_S, 2 * interval))
         return 0
     print_report(session.run, as_json=as_json)
     sys.stdout.flush()

@@ -27,8 +27,8 @@ from clustertrain.telemetry.sampler import Intervals, Sampler
 from clustertrain.watch.node_request import LEASE_S, NodeRequest
 
 FOLDER_S = 20.0  # until a network file system shows a folder that another machine has created
-FLUSH_S = 10.0
-FIRST_FLUSH_S = 1.2  # after the second sample
+FLUSH_S = 5.0
+FIRST_FLUSH_S = 0.0  # after the first sample, for which the user waits
 STOP_S = 3.0  # less than KillWait: the end of the job must not wait for this process
 _LOWEST_PRIORITY = 19
 # A job may ask Slurm for a signal before its end, which reaches all of its steps.

@@ -34,7 +34,7 @@ SAMPLES_S = 10.0  # between a node's report that it samples and its first sample
 class WatchOptions:
     """What the user asked for."""
 
-    interval_s: float = 1.0
+    interval_s: float = 2.0
     note: Callable[[str], object] = print
     """Receives a line for the user."""
 
@@ -43,16 +43,14 @@ class WatchSession:
     """The telemetry of one job, from :meth:`open` to :meth:`close`.
 
     Attributes:
-        run: the run folder.
         ended: set when the job has ended.
     """
 
     def __init__(self, job: SlurmJob, options: WatchOptions) -> None:
         self._job = job
         self._options = options
-        found = target.find_watched_run(job)
-        self._is_new = found is None
-        self.run: RunDir = found or run_folder.create(job, query_details(job.number))
+        self._run: RunDir | None = None
+        self._is_new = False
         self.ended = threading.Event()
         self._lock_fd: int | None = None
         self._step: WatchStep | None = None
@@ -64,6 +62,13 @@ class WatchSession:
     def nodes(self) -> tuple[str, ...]:
         return self._job.nodes
 
+    @property
+    def run(self) -> RunDir:
+        """The run folder, from :meth:`open` on."""
+        if self._run is None:
+            raise RuntimeError("call open() first")
+        return self._run
+
     def open(self) -> None:
         """Start the samplers and wait until all nodes have reported, or one has failed.
 
@@ -72,6 +77,10 @@ class WatchSession:
             ClusterTrainError: no node can be sampled.
         """
         try:
+            self._run = target.find_watched_run(self._job)
+            if self._run is None:
+                self._is_new = True
+                self._run = run_folder.create(self._job, query_details(self._job.number))
             if self._acquire():
                 self._start_step()
                 self._wait_ready()
@@ -84,8 +93,8 @@ class WatchSession:
         if self._step is not None:
             self._step.close()
         self._release()
-        if self._is_new:
-            run_folder.remove(self.run)
+        if self._is_new and self._run is not None:
+            run_folder.remove(self._run)
 
     def _acquire(self) -> bool:
         """Return whether this process is the one that keeps the step."""

@@ -59,7 +59,7 @@ class WatchStep:
         self._groups = _split_groups(groups)
         self._lines: list[deque[str]] = [deque(maxlen=_MAX_LINES) for _ in self._groups]
         self._exited: set[str] = set()
-        self._by_task: dict[tuple[int, int], list[str]] = {}  # by group and task, what is not a report
+        self._by_task: dict[tuple[int, int], deque[str]] = {}  # by group and task, what is not a report
         self._node_names: dict[tuple[int, int], str] = {}
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
@@ -91,7 +91,7 @@ class WatchStep:
     def _add_line(self, text: str, task: tuple[int, int]) -> None:
         report = _parse_report(text)
         if report is None:
-            self._by_task.setdefault(task, []).append(text)
+            self._by_task.setdefault(task, deque(maxlen=_MAX_LINES)).append(text)
             return
         name = self._node_names[task] = str(report["node"])
         if "error" not in report:  # the node has started its Python
@@ -268,6 +268,6 @@ def _parse_exit(line: str) -> set[str]:
         return set()
 
 
-def _shorten(lines: Sequence[str]) -> str:
+def _shorten(lines: Iterable[str]) -> str:
     """Return the last line that says something, which of a traceback is the error."""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without output")
+    return next((line.strip() for line in reversed(list(lines)) if line.strip()), "it ended without output")

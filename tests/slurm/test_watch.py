@@ -53,8 +53,10 @@ def gpus_by_rank(report: dict[str, Any]) -> dict[str, list[list[int]]]:
     return found
 
 
-def list_samplers() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "watch-node" in (p.info["cmdline"] or ())]
+def list_samplers(env: dict[str, str]) -> list[int]:
+    """Return the processes on the nodes of these tests' runs, and the srun that has started them."""
+    found = [(p.pid, p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    return [pid for pid, argv in found if "watch-node" in argv and env["CLUSTERTRAIN_HOME"] in argv[-1]]
 
 
 def list_watch_steps(cluster: Cluster) -> list[str]:
@@ -81,10 +83,10 @@ def test_report_of_a_job_by_sbatch(env: dict[str, str], cluster: Cluster, job: s
     assert gpus_by_rank(report) == {node: [[2 * i], [2 * i + 1]] for i, node in enumerate(NODES)}
     assert [h["node"] for h in report["hosts"]] == NODES
     assert all(h["memory_allocated_gib"] == pytest.approx(4000 / 1024, abs=0.01) for h in report["hosts"])
-    assert all(g["utilization"] is not None and g["samples"] >= 3 for g in report["gpus"])
+    assert all(g["utilization"] is not None and g["samples"] >= 2 for g in report["gpus"])
     assert (report["state"], report["watched"], report["training"]) == ("running", True, None)
     assert report["goodput"]["ratio"] is None
-    assert list_watch_steps(cluster) == [] and list_samplers() == []
+    assert list_watch_steps(cluster) == [] and list_samplers(env) == []
     for verb, words in (("cancel", f"scancel {job}"), ("requeue", f"scontrol requeue {job}"), ("rerun", "submit -- ")):
         refused = run_cli(env, verb, job, check=False)
         assert refused.returncode == 2 and "was started without clustertrain" in refused.stderr
@@ -127,7 +129,7 @@ def test_job_that_ends_while_it_is_watched(
     assert exit_codes.split() == ["0:0|0:0"]
     status = json.loads(run_cli(env, "status", number, "--json").stdout)
     assert (status["state"], status["attempts"][0]["state"]) == ("completed", "completed")
-    assert list_samplers() == []
+    assert list_samplers(env) == []
     assert sorted({*(path.name for path in tmp_path.iterdir())} - {"out.txt"}) == sorted({*before} - {"out.txt"})
     ended = run_cli(env, "watch", number, check=False)
     assert ended.returncode == 1 and f"job {number} has ended: COMPLETED" in ended.stderr
@@ -140,10 +142,12 @@ def test_nothing_is_left_after_ctrl_c_and_after_a_kill(env: dict[str, str], clus
         with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as command:
             assert command.stdout is not None
             assert command.stdout.readline()
-            assert len(list_samplers()) > 0
+            assert len(list_samplers(env)) > 0
             psutil.Process(command.pid).send_signal(number)
             command.stdout.read()
-        cluster.wait_for(lambda: not list_samplers() and not list_watch_steps(cluster), 20, "the end of the samplers")
+        cluster.wait_for(
+            lambda: not list_samplers(env) and not list_watch_steps(cluster), 20, "the end of the samplers"
+        )
     assert cluster.run("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() == "RUNNING"
     assert {p.name for p in Path("/tmp").glob("clustertrain*")} == temporary
     # The steps of the job itself still get all of its cores, memory and GPUs.
@@ -160,14 +164,14 @@ def test_partitioned_node_ends_its_sampler(env: dict[str, str], cluster: Cluster
         assert command.stdout is not None
         try:
             assert command.stdout.readline()
-            before = set(list_samplers())
+            before = set(list_samplers(env))
             cluster.partition_node("node04")
-            cluster.wait_for(lambda: len(before & set(list_samplers())) < len(before), 60, "the end of one sampler")
+            cluster.wait_for(lambda: len(before & set(list_samplers(env))) < len(before), 60, "the end of one sampler")
         finally:
             cluster.heal_node("node04")
             command.send_signal(signal.SIGINT)
             command.stdout.read()
-    cluster.wait_for(lambda: not list_samplers() and not list_watch_steps(cluster), 60, "the end of all samplers")
+    cluster.wait_for(lambda: not list_samplers(env) and not list_watch_steps(cluster), 60, "the end of all samplers")
 
 
 def test_job_of_another_user_is_refused_with_the_words_of_slurm(
@@ -221,7 +225,7 @@ def test_requeued_job_is_watched_again(env: dict[str, str], cluster: Cluster, jo
             cluster.wait_for(lambda: len(attempts()) == 2, 90, "the second attempt")
             first, second = attempts()
             assert (first["requeued"], second["restart"], second["state"]) == ("slurm", 1, "running")
-            cluster.wait_for(lambda: len(list_samplers()) >= 4, 30, "the samplers of the second attempt")
+            cluster.wait_for(lambda: len(list_samplers(env)) >= 4, 30, "the samplers of the second attempt")
         finally:
             command.send_signal(signal.SIGINT)
             command.stdout.read()

@@ -84,7 +84,7 @@ def build_summary(summary: Summary) -> PageSummary:
         verdict_tone=verdict_tone,
         rows=_header_rows(summary),
         meters=_meters(summary),
-        goodput=_ledger_parts(summary.goodput),
+        goodput=[] if summary.watched else _ledger_parts(summary.goodput),
         goodput_ratio=ratio,
     )
 
@@ -184,6 +184,8 @@ def _training_rows(summary: Summary) -> list[tuple[str, str | TimeSpan]]:
             rows.append(("Loss", f"{training.loss:.4g}"))
         if training.joules_per_token is not None:
             rows.append(("Energy per token", findings.format_joules(training.joules_per_token)))
+    elif summary.watched:
+        rows.append(("Training", status.WATCHED_STEPS))
     return rows
 
 
@@ -196,7 +198,7 @@ def _meters(summary: Summary) -> list[Meter]:
         tone = "warning" if ratio < LOW_GOODPUT and summary.goodput.wall_s >= SHORT_S else None
         text = f"productive share of {format_duration(summary.goodput.wall_s)}"
         meters.append(Meter("Goodput", ratio, format_percent(ratio), text, tone))
-    if summary.waste is not None and summary.waste.gpu_hours:
+    if not summary.watched and summary.waste is not None and summary.waste.gpu_hours:
         meters.append(_waste_meter(summary.waste))
     if summary.coverage is not None:
         tone = "warning" if summary.coverage < LOW_COVERAGE else None

@@ -88,7 +88,7 @@ def _contents(summary: Summary, context: PageContext | None, has_curves: bool) -
     """Return (id, title) of the sections that the page has, in order."""
     sections = [
         ("insights", "Insights", summary.insights),
-        ("goodput", "Where the time went", summary.goodput is not None and summary.goodput.wall_s > 0),
+        ("goodput", "Where the time went", not summary.watched and summary.goodput and summary.goodput.wall_s > 0),
         ("curves", "Over time", has_curves),
         ("gpu-table", "GPUs", summary.gpus),
         ("nodes", "Nodes", summary.hosts),

@@ -103,7 +103,7 @@ def _unknown_cause(job: JobContext) -> Cause:
     ruled_out = []
     if _data_wait_share(job) is not None:
         ruled_out.append("data")
-    if job.summary.goodput is not None:
+    if job.summary.goodput is not None and job.summary.goodput.ratio is not None:
         ruled_out += ["checkpoints", "evaluation", "start-up"]
     return Cause("low_utilization", *findings.unknown_cause(ruled_out))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -122,3 +123,9 @@ def test_brief_report_has_no_tables(tmp_path: Path) -> None:
     out = io.StringIO()
     telemetry.show(summarize(run), terminal.make_console(out, 80), brief=True)
     assert "Insights" in out.getvalue() and "GPU utilization" in out.getvalue() and "Over the job" not in out.getvalue()
+
+
+def test_watched_job_says_once_that_its_training_is_unknown(summary: Summary) -> None:
+    text = " ".join(render_text(msgspec.structs.replace(summary, watched=True, training=None), 120).split())
+    assert text.count("not recorded: the job was started without clustertrain") == 1
+    assert "Where the time went" not in text

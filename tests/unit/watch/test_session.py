@@ -47,9 +47,13 @@ def attach() -> WatchSession:
 
 
 def list_samplers() -> list[int]:
-    """Return the processes on the nodes, without srun, whose arguments name them."""
-    found = [(p.pid, p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    return [pid for pid, argv in found if "watch-node" in argv and "--overlap" not in argv]
+    """Return the processes on the nodes of this test's runs, without srun, whose arguments name them."""
+    home, found = os.environ["CLUSTERTRAIN_HOME"], []
+    for process in psutil.process_iter(["cmdline"]):
+        argv = process.info["cmdline"] or ()
+        if "watch-node" in argv and "--overlap" not in argv and home in argv[-1]:
+            found.append(process.pid)
+    return found
 
 
 def test_report_of_all_nodes_and_their_ranks(fake_cluster: FakeCluster, rank: subprocess.Popen[bytes]) -> None:

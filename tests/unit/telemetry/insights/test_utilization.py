@@ -194,6 +194,12 @@ def test_unknown_cause_lists_excluded_ones() -> None:
     (insight,) = (n for n in build_insights(low()) if n.severity != "info")
     assert insight.code == "low_utilization"
     assert "data, checkpoints, evaluation and start-up are not the cause" in insight.text
+    # The time of a program that reports no steps is not split up.
+    goodput = low().goodput
+    assert goodput is not None
+    no_steps = replace(low(), goodput=replace(goodput, ratio=None))
+    (insight,) = (n for n in build_insights(no_steps) if n.severity != "info")
+    assert "data is not the cause" in insight.text
     bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
     (insight,) = (n for n in build_insights(bare) if n.severity != "info")
     assert insight.text.endswith("the recorded data does not show the cause")

@@ -1,0 +1,275 @@
+"""Cost of `clustertrain watch` for the job that it watches, on four hosts of a Slurm cluster.
+
+attach   `clustertrain watch JOB` from its start to the first complete report of all four nodes.
+cpu      the samplers, each with eight stub GPUs at the default interval of 2 s: processor time per second of wall time,
+         and resident memory, without their start. The stub answers at once; a driver adds its own time.
+steps    steps of fixed work on all hosts, alternately with and without samplers.
+cycles   attach and detach, 50 times: what is left of processes, steps and files on the nodes and in the job's folder.
+
+On the testbed all hosts share the processors of this machine, so attach and steps are slower than on a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure
+from benchmarks.cluster import Cluster, cluster
+from benchmarks.measure import CannotRun
+from benchmarks.telemetry import build_stub
+from benchmarks.verdict import interval
+
+HOSTS, GPUS = 4, 8
+ATTACH_ROUNDS, CYCLES, PAIRS = 5, 50, 8
+TURN_S, CPU_S, SETTLE_S = 8.0, 60.0, 15.0
+TIMEOUT_S = 60.0
+INTERVAL_S = 2.0  # the default of the command
+_CLI = [sys.executable, "-m", "clustertrain", "watch"]
+
+# A rank: steps of about 5 ms on one thread and as long a pause, each with its end and duration in a file.
+_RANK = """
+import os, sys, time
+import numpy as np
+a = np.random.default_rng(0).random((256, 256), dtype=np.float32)
+with open(f"{sys.argv[1]}/steps-{os.environ['SLURM_PROCID']}", "w", buffering=1) as f:
+    while True:
+        began = time.perf_counter()
+        for _ in range(8):
+            a @ a
+        f.write(f"{time.time()} {time.perf_counter() - began}\\n")
+        time.sleep(0.005)
+"""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A running job of one rank per host."""
+
+    number: str
+    folder: Path
+    cluster: Cluster
+    env: dict[str, str]
+
+    def list_steps(self) -> set[str]:
+        """Return the ids of the job's steps."""
+        argv = ["squeue", "-h", "-s", "-j", self.number, "-o", "%i"]
+        return set(subprocess.run(argv, env=self.env, capture_output=True, text=True, check=True).stdout.split())
+
+    def mean_step_s(self, start: float, end: float) -> float:
+        """Return the mean step time of all ranks between two times (UTC s)."""
+        seconds = []
+        for path in self.folder.glob("steps-*"):
+            rows = [line.split() for line in path.read_text().splitlines()[:-1]]
+            seconds += [float(s) for t, s in rows if start <= float(t) < end]
+        if not seconds:
+            raise CannotRun("the ranks of the job did no step")
+        return statistics.mean(seconds)
+
+
+def main() -> int:
+    result = measure.context(("clustertrain", "msgspec", "numpy", "nvidia-ml-py"))
+    with tempfile.TemporaryDirectory(prefix="watch-benchmark-") as scratch, cluster() as slurm:
+        result["cluster"] = {"name": slurm.name, "slurm": slurm.version, "hosts": HOSTS}
+        with _running_job(slurm, Path(scratch)) as job:
+            result["attach"] = _measure_attach(job)
+            result["cpu"] = _measure_cpu(job)
+            result["steps"] = _measure_steps(job)
+            result["cycles"] = _measure_cycles(job)
+    result["targets"] = check_targets(result)
+    path = measure.write("watch", result)
+    for target in result["targets"]:
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['words']}: {target['value']:g}")
+    print(f"written to {path.relative_to(measure.ROOT)}")
+    return 0 if all(target["met"] for target in result["targets"]) else 1
+
+
+def check_targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    values = [
+        ("first report of 4 hosts: at most 5 s", result["attach"]["first_report_s"]["median"], 5.0),
+        ("sampler of a node: at most 0.1 % of a core, as a share", result["cpu"]["cpu_s_per_wall_s"]["median"], 0.001),
+        ("step time beside the samplers: longer for certain by at most", result["steps"]["interval"][0] - 1.0, 0.01),
+        (f"left after {CYCLES} times attach and detach", float(len(result["cycles"]["left"])), 0.0),
+    ]
+    return [{"words": words, "value": value, "at_most": bound, "met": value <= bound} for words, value, bound in values]
+
+
+@contextlib.contextmanager
+def _running_job(slurm: Cluster, folder: Path) -> Iterator[_Job]:
+    stub = build_stub(folder)
+    env = {**slurm.env, "CLUSTERTRAIN_HOME": str(folder / "home"), "PYTHONPATH": str(measure.ROOT)}
+    env |= {"LD_LIBRARY_PATH": str(stub.folder), "NVML_STUB_DEVICES": str(GPUS), "OPENBLAS_NUM_THREADS": "1"}
+    work = folder / "job"
+    work.mkdir()
+    (work / "rank.py").write_text(_RANK)
+    script = f"#!/bin/sh\nexec srun {sys.executable} rank.py {work}\n"
+    (work / "job.sh").write_text(script)
+    options = [f"-N{HOSTS}", "--ntasks-per-node=1", f"--gres=gpu:{GPUS}", "--mem=4000", f"--chdir={work}", "-o", "out"]
+    argv = ["sbatch", "--parsable", *options, str(work / "job.sh")]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotRun(f"sbatch refused the job: {done.stderr.strip()}")
+    job = _Job(done.stdout.strip(), work, slurm, env)
+    try:
+        _wait(lambda: len(list(work.glob("steps-*"))) == HOSTS, "the ranks of the job")
+        yield job
+    finally:
+        slurm.cancel(job.number)
+
+
+def _wait(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise CannotRun(f"not within {TIMEOUT_S:g} s: {what}")
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _watching(job: _Job) -> Iterator[float]:
+    """Watch the job with the command; yield the seconds until its first report of all nodes was complete."""
+    began = time.perf_counter()
+    argv = ["env", "--default-signal=INT", *_CLI, job.number]
+    with subprocess.Popen(argv, env=job.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None and command.stderr is not None
+        rows: list[str] = []  # each node has its first GPU in one table, and itself in the next
+        while len(rows) < 2 * HOSTS:
+            line = command.stdout.readline()
+            if not line:
+                raise CannotRun(f"watch failed: {command.stderr.read().strip()[-500:]}")
+            rows += [line.split()[0]] if line.startswith("node0") else []
+        first_report_s = time.perf_counter() - began
+        try:
+            if len(set(rows)) != HOSTS:
+                raise CannotRun(f"the first report has only {', '.join(sorted(set(rows)))}")
+            yield first_report_s
+        finally:
+            command.send_signal(signal.SIGINT)
+            command.communicate(timeout=TIMEOUT_S)
+
+
+def _measure_attach(job: _Job) -> dict[str, Any]:
+    seconds = []
+    for _ in range(ATTACH_ROUNDS):
+        with _watching(job) as first_report_s:
+            seconds.append(first_report_s)
+    return {"rounds": ATTACH_ROUNDS, "gpus": HOSTS * GPUS, "first_report_s": measure.spread(seconds)}
+
+
+def _list_samplers() -> list[int]:
+    """Return the pids of the processes on the nodes, which on the testbed are all on this machine."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            argv = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            if b"watch-node" in argv and b"--overlap" not in argv:
+                found.append(int(folder.name))
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor time of all threads of a process, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _rss_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024 / 1e6
+
+
+def _measure_cpu(job: _Job) -> dict[str, Any]:
+    with _watching(job):
+        time.sleep(SETTLE_S)
+        pids = _list_samplers()
+        before, wall = {pid: _cpu_s(pid) for pid in pids}, time.monotonic()
+        time.sleep(CPU_S)
+        seconds = time.monotonic() - wall
+        shares = [(_cpu_s(pid) - before[pid]) / seconds for pid in pids]
+        memory_mb = [_rss_mb(pid) for pid in pids]
+    if len(shares) != HOSTS:
+        raise CannotRun(f"{len(shares)} samplers run, not {HOSTS}")
+    spread = {k: round(v, 6) for k, v in zip(("median", "min", "max"), _spread(shares), strict=True)}
+    return {
+        "gpus_of_a_node": GPUS,
+        "interval_s": INTERVAL_S,
+        "wall_s": round(seconds, 1),
+        "processes_on_the_machine": sum(p.name.isdigit() for p in Path("/proc").iterdir()),
+        "cpu_s_per_wall_s": spread,
+        "memory_mb": measure.spread(memory_mb),
+    }
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    return statistics.median(values), min(values), max(values)
+
+
+def _measure_steps(job: _Job) -> dict[str, Any]:
+    """Return the ratio of the mean step time with samplers to that without, over pairs of turns."""
+    ratios, alone = [], []
+    for pair in range(PAIRS):
+        step_s = {}
+        for watched in (True, False) if pair % 2 else (False, True):
+            with _watching(job) if watched else contextlib.nullcontext():
+                start = time.time()
+                time.sleep(TURN_S)
+                end = time.time()
+            step_s[watched] = job.mean_step_s(start, end)
+        ratios.append(step_s[True] / step_s[False])
+        alone.append(step_s[False])
+    low, high = interval(ratios)
+    return {
+        "pairs": PAIRS,
+        "turn_s": TURN_S,
+        "step_s": round(statistics.median(alone), 6),
+        "ratio": round(statistics.median(ratios), 5),
+        "interval": [round(low, 5), round(high, 5)],
+        "between_turns_alone": round(statistics.stdev(alone) / statistics.mean(alone), 5),
+    }
+
+
+def _measure_cycles(job: _Job) -> dict[str, Any]:
+    """Attach and detach; return what is left."""
+    temporary, files = set(Path(tempfile.gettempdir()).iterdir()), _list_files(job.folder)
+    steps, began = job.list_steps(), time.perf_counter()
+    argv = [sys.executable, "-m", "benchmarks.watch", job.number]
+    subprocess.run(argv, env=job.env, cwd=measure.ROOT, check=True, timeout=CYCLES * TIMEOUT_S)
+    seconds = time.perf_counter() - began
+    with contextlib.suppress(CannotRun):
+        _wait(lambda: job.list_steps() == steps, "the end of the steps")
+    new_files = {p for p in set(Path(tempfile.gettempdir()).iterdir()) - temporary if p.name.startswith("clustertrain")}
+    left = [*map(str, _list_samplers()), *sorted(job.list_steps() - steps), *map(str, new_files)]
+    left += sorted(_list_files(job.folder) - files)
+    runs = list((Path(job.env["CLUSTERTRAIN_HOME"]) / "runs").iterdir())
+    return {"cycles": CYCLES, "mean_s": round(seconds / CYCLES, 2), "left": left, "run_folders": len(runs)}
+
+
+def _list_files(folder: Path) -> set[str]:
+    return {str(p) for p in folder.rglob("*")}
+
+
+def run_cycles(number: str) -> None:
+    """Attach to a job and detach, without the reports."""
+    from clustertrain.watch import target
+    from clustertrain.watch.session import WatchOptions, WatchSession
+
+    for _ in range(CYCLES):
+        session = WatchSession(target.find_job(number), WatchOptions())
+        session.open()
+        session.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        run_cycles(sys.argv[1])
+        sys.exit(0)
+    sys.exit(main())
