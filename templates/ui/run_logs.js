@@ -284,7 +284,7 @@ class LogView {
 
   showResults({ matches, complete, searched_bytes: searched, total_bytes: total, problems }) {
     const found = `${matches.length} ${matches.length === 1 ? "match" : "matches"}`;
-    const scope = complete ? "" : `: the newest. ${formatBytes(searched)} of ${formatBytes(total)} were searched; a longer text finds less`;
+    const scope = complete ? "" : ` in the newest ${formatBytes(searched)} of ${formatBytes(total)}; the rest was not searched`;
     const close = button("Close", () => { this.results.hidden = true; });
     const list = el("ol", "matches", ...matches.map((match) => {
       const link = el("button", "link", match.key);

@@ -40,8 +40,8 @@ class Query(NamedTuple):
     """What to search for."""
 
     pattern: re.Pattern[str]
-    literal: re.Pattern[bytes] | None = None
-    """A block of lines in which this is not found has no match; None: unknown."""
+    literal: bytes | None = None
+    """A block of lines that does not contain this, in lower case, has no match; None: unknown."""
 
 
 def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
@@ -61,8 +61,8 @@ def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
 
 def find_text(text: str) -> Query:
     """Return a query for ``text``, in upper or lower case."""
-    # A bytes pattern knows the case of ASCII only.
-    literal = re.compile(re.escape(text.encode()), re.IGNORECASE) if text.isascii() else None
+    # bytes.lower() knows the case of ASCII only.
+    literal = text.lower().encode() if text.isascii() else None
     return Query(re.compile(re.escape(text), re.IGNORECASE), literal)
 
 
@@ -113,7 +113,7 @@ class _Cursor:
         first = first if first < len(text) else 0
         self.stop = start + first if text else 0
         text = text[first:]
-        if query.literal is not None and not query.literal.search(text):
+        if query.literal is not None and query.literal not in text.lower():
             return []
         return _list_matches(self.path, self.stop, text, query.pattern)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -92,7 +93,7 @@ def _summarize(stored: attempts.Attempt, marks: list[timeline_events.TimelineEve
 def _end_abandoned(found: Sequence[AttemptSummary], *, is_final: bool) -> list[AttemptSummary]:
     """Return the attempts; one that was killed without a record ended by its last event, or by the next start."""
     result = []
-    for attempt, following in zip(found, [*found[1:], None], strict=True):
+    for attempt, following in itertools.zip_longest(found, found[1:]):
         end = attempt.end
         if end is None and (is_final or following is not None):
             next_start = following.start if following is not None else None

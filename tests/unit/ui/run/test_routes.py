@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def test_timeline(client: TestClient, run: RunDir) -> None:
     assert document["lanes"] == ["Restores", "Checkpoints"] and document["attempts"][0]["end"] is None
     assert {phase for _, _, phase in document["phases"]} >= {"start-up", "training"}
     assert sum(m["kind"] == "checkpoint" for m in document["marks"]) == 5
+
+
+def test_run_that_waits_has_empty_parts(client: TestClient, run: RunDir) -> None:
+    shutil.rmtree(run.attempts_folder)
+    shutil.rmtree(run.metrics)
+    live_runs.create_job("local-1", run, state="PENDING", reason="Priority")
+    document = get(client, f"/api/runs/{run.id}")
+    assert (document["state"], document["pending_reason"], document["attempts"]) == ("pending", "Priority", [])
+    timeline = get(client, f"/api/runs/{run.id}/timeline")
+    assert timeline["attempts"] == timeline["marks"] == timeline["phases"] == []
+    assert get(client, f"/api/runs/{run.id}/curves")["steps"] == []
+    assert get(client, f"/api/runs/{run.id}/logs")["attempts"] == []
+    for part in ("setup", "checkpoints"):
+        get(client, f"/api/runs/{run.id}/{part}")
 
 
 def test_logs_are_listed_and_read_in_parts(client: TestClient, run: RunDir) -> None:
