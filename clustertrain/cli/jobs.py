@@ -136,7 +136,7 @@ def status(name: str, follow: bool, as_json: bool) -> int:
 
     run = find_run(name)
     if as_json and not follow:
-        from clustertrain.report.documents.runs import build_status
+        from clustertrain.report.documents.status import build_status
 
         with explain_permission_errors():
             document = build_status(run_status(run))

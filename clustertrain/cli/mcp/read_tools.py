@@ -17,7 +17,8 @@ from clustertrain.cli.telemetry import read_summary
 from clustertrain.cli.times import parse_moment
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.report.documents.encode import to_document
-from clustertrain.report.documents.runs import build_list, build_status
+from clustertrain.report.documents.runs import build_list
+from clustertrain.report.documents.status import build_status
 from clustertrain.report.html.text import clean_log_line
 from clustertrain.run.logs import files, lines, search
 from clustertrain.run.run_dir import RunDir, explain_permission_errors

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import NotFound
 
 
@@ -51,7 +50,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "recipe-explain": Document(f"{_HERE}.tools:RecipeKeys", "recipe explain KEY --json"),
     "requeue": Document(f"{_HERE}.runs:RequeuedRun", "requeue RUN --json"),
     "rm": Document(f"{_HERE}.runs:DeletedRuns", "rm RUN --json"),
-    "status": Document(f"{_HERE}.runs:RunStatusDocument", "status RUN --json"),
+    "status": Document(f"{_HERE}.status:RunStatusDocument", "status RUN --json"),
     "submit": Document(f"{_HERE}.submissions:SubmittedRun", "submit RECIPE.toml --json"),
     "submit-dry-run": Document(f"{_HERE}.submissions:SubmissionPreview", "submit RECIPE.toml --dry-run --json"),
     "sweep": Document(f"{_HERE}.submissions:SubmittedSweep", "sweep RECIPE.toml --grid … --json"),
@@ -68,5 +67,7 @@ DOCUMENTS: Mapping[str, Document] = {
 def find_document(name: str) -> Document:
     """Return the document called ``name``. Raise NotFound with the nearest name if there is none."""
     if name not in DOCUMENTS:
+        from clustertrain.config.parsing.documents import did_you_mean
+
         raise NotFound(f"there is no document {name!r}", fix=did_you_mean(name, list(DOCUMENTS)))
     return DOCUMENTS[name]

@@ -1,4 +1,4 @@
-"""Documents about runs: ``list``, ``status``, ``wait``, ``cancel``, ``requeue`` and ``rm``."""
+"""Documents about runs: ``list``, ``wait``, ``cancel``, ``requeue`` and ``rm``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from clustertrain import clock
-from clustertrain.report.plan_vs_measured import PlanAccuracy, compare_run
 from clustertrain.report.progress import Failure, Progress, load_progress
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.recipe_hash import load_recipe_hash
@@ -138,13 +136,6 @@ class RunList(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: tuple[UnreadableRun, ...]
 
 
-class RunStatusDocument(RunEntry, frozen=True, kw_only=True):
-    """The status of one run."""
-
-    prediction: PlanAccuracy
-    """What the plan predicted, beside what was measured."""
-
-
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has ended."""
 
@@ -204,7 +195,7 @@ class DeletedRuns(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_run_entry(status: RunStatus, progress: Progress) -> RunEntry:
     """Return the entry of a run in ``list``."""
-    return RunEntry(**_entry_fields(status, progress))
+    return RunEntry(**collect_fields(status, progress))
 
 
 def build_unreadable(row: Unreadable) -> UnreadableRun:
@@ -221,13 +212,8 @@ def build_list(statuses: Sequence[RunStatus | Unreadable], now: float) -> RunLis
     )
 
 
-def build_status(status: RunStatus, now: float | None = None) -> RunStatusDocument:
-    """Return the document of ``status --json`` at ``now`` (UTC epoch s; by default the time of the call)."""
-    progress = load_progress(status, clock.now() if now is None else now)
-    return RunStatusDocument(**_entry_fields(status, progress), prediction=compare_run(status.run))
-
-
-def _entry_fields(status: RunStatus, progress: Progress) -> dict[str, Any]:
+def collect_fields(status: RunStatus, progress: Progress) -> dict[str, Any]:
+    """Return the values of the fields of :class:`RunEntry`."""
     view = status.view
     is_waiting = view is not None and view.state == "PENDING"
     return {
