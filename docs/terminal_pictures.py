@@ -38,7 +38,7 @@ from docs.picture import ROOT, clean_environment, record_output
 from tests.unit.report import live_runs
 
 WIDTHS, ROWS = (80, 160), 40
-KEY_S = 3.0  # between two keys: long enough for a first frame with the scheduler's answer
+START_S, KEY_S = 60.0, 3.0  # until the first frame, and between two keys
 DARK = TerminalTheme(
     (30, 30, 30),
     (220, 220, 220),
@@ -183,7 +183,9 @@ def _press_keys(argv: Sequence[str], columns: int, env: dict[str, str], keys: Se
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     child = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
     os.close(slave)
-    output = b""
+    output, deadline = b"", time.monotonic() + START_S
+    while b"\x1b[?1049h" not in output and time.monotonic() < deadline:  # it has taken the screen
+        output += _read_for(master, 0.1)
     for key in keys:
         output += _read_for(master, KEY_S)
         os.write(master, key.encode())

@@ -20,6 +20,7 @@ from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli.common import find_run, json_option, print_json, required_run_argument, run_argument
+from clustertrain.cli.completion import complete_runs
 from clustertrain.cli.progress import ProgressBar
 from clustertrain.config.checks.storage_paths import is_url
 from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, CheckpointError, NotFound, UsageError
@@ -214,8 +215,8 @@ def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
 
 
 @checkpoint.command(short_help="Compare two checkpoints.")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", shell_complete=complete_runs)
+@click.argument("b", metavar="B", shell_complete=complete_runs)
 @click.option("--all", "whole", is_flag=True, help="Show every difference, not only the largest.")
 @json_option
 def diff(a: str, b: str, whole: bool, as_json: bool) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clustertrain.cli.common import json_option, print_json
+from clustertrain.cli.completion import complete_profiles
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def list_(as_json: bool) -> None:
 
 
 @cluster.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_profiles)
 @json_option
 def show(name: str, as_json: bool) -> None:
     """Show every key of the profile NAME, defaults included."""

@@ -64,18 +64,43 @@ _CHANGES = {
 }
 
 
-def _completing(values: Callable[[], Iterable[tuple[str, str | None]]]) -> _Complete:
-    """Return a callback that completes ``values``, pairs of value and help, or nothing if they cannot be read."""
+# Parameters with one of these in their help complete files or folders.
+_FILE_METAVARS = frozenset(
+    {"FILE", "PATH", "SCRIPT", "IMAGE", "IN.csv", "OUT.csv", "FILE.html|.svg", "PRESET|PATH|RUN", "SRC[:DST[:ro|rw]]"}
+    | {"[RECIPE.toml]", "[RECIPE.toml | SCRIPT.py ARGS…]", "", "-- COMMAND ARGS", "[--] CMD ARGS"}
+)
+_FOLDER_METAVARS = frozenset({"DIR", "DIRECTORY"})
+
+
+def complete_files(command: click.Command) -> None:
+    """Let a command that is about to be completed complete files and folders: for a text, click completes nothing."""
+    for param in command.params:
+        if param.type in (click.STRING, click.UNPROCESSED):
+            if param.metavar in _FILE_METAVARS:
+                param.type = click.Path()
+            elif param.metavar in _FOLDER_METAVARS:
+                param.type = click.Path(file_okay=False)
+    for inner in {**getattr(command, "commands", {}), **getattr(command, "subcommands", {})}.values():
+        complete_files(inner)
+
+
+def _completing(values: Callable[[], Iterable[tuple[str, str | None]]], *, or_files: bool = False) -> _Complete:
+    """Return a callback that completes ``values``, pairs of value and help, or nothing if they cannot be read.
+
+    Args:
+        or_files: complete files if no value matches.
+    """
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
         try:
-            return [
+            found = [
                 CompletionItem(v, help=text) for v, text in values() if v.startswith(incomplete) and v.isprintable()
             ]
         except (ClusterTrainError, OSError):
-            return []
+            found = []
+        return found if found or not or_files else [CompletionItem(incomplete, type="file")]
 
     return complete
 
@@ -84,6 +109,12 @@ def _runs() -> Iterable[tuple[str, str | None]]:
     from clustertrain.run.lookup import list_runs
 
     return [("latest", "the newest run"), *((run.id, None) for run in list_runs())]
+
+
+def _sweeps() -> Iterable[tuple[str, str | None]]:
+    from clustertrain.run.run_dir import sweeps_folder
+
+    return [("latest", "the newest sweep"), *((path.name, None) for path in sweeps_folder().iterdir())]
 
 
 def _keys() -> Iterable[tuple[str, str | None]]:
@@ -117,4 +148,5 @@ complete_runs = _completing(_runs)
 complete_keys = _completing(_keys)
 complete_gpu_types = _completing(_gpu_types)
 complete_profiles = _completing(_profiles)
-complete_checks = _completing(_checks)
+complete_sweeps = _completing(_sweeps)
+complete_checks = _completing(_checks, or_files=True)

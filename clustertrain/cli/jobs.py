@@ -50,7 +50,7 @@ WATCH_INTERVAL_S = 5.0  # each status asks the scheduler
 )
 @click.option("--since", metavar="TIME", help="Only runs submitted in the last 12h or 7d, or since '2026-01-31 14:30'.")
 @click.option("--recipe", metavar="HASH", help="Only runs whose recipe hash starts with HASH.")
-@click.option("--same-as", metavar="RUN", help="Only runs of the same recipe as RUN.")
+@click.option("--same-as", metavar="RUN", shell_complete=complete_runs, help="Only runs of the same recipe as RUN.")
 @json_option
 def list_(
     limit: int,

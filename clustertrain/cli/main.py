@@ -94,6 +94,10 @@ class LazyGroup(click.Group):
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
+        if COMPLETION_VARIABLE in os.environ:
+            from clustertrain.cli.completion import complete_files
+
+            complete_files(command)
         return command
 
     def resolve_command(

@@ -10,6 +10,7 @@ import click
 
 from clustertrain.cli import common
 from clustertrain.cli.common import CommandWithSubcommands, json_option, print_json
+from clustertrain.cli.completion import complete_sweeps
 from clustertrain.cli.job_options import CONTEXT_SETTINGS, POSITIVE, TargetCommand, build_request, job_options
 from clustertrain.cli.progress import ProgressBar
 from clustertrain.cli.submit import format_training
@@ -120,7 +121,7 @@ def _dry_run(request: SubmitRequest, grid: tuple[str, ...], at_once: int | None,
 
 
 @click.command()
-@click.argument("name", metavar="[SWEEP]", default="latest")
+@click.argument("name", metavar="[SWEEP]", default="latest", shell_complete=complete_sweeps)
 @click.option("--watch", is_flag=True, help="Refresh every two seconds until all runs have ended.")
 @json_option
 def show(name: str, watch: bool, as_json: bool) -> int:

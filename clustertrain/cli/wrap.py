@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from clustertrain import proc
+from clustertrain.cli.completion import complete_profiles
 from clustertrain.cli.job_options import POSITIVE, build_job, command_options
 from clustertrain.errors import ClusterTrainError, UsageError
 
@@ -21,7 +22,12 @@ from clustertrain.errors import ClusterTrainError, UsageError
     metavar="G",
     help="Ranks per node with one task per node (default: the launcher's, otherwise the GPUs of the node or 1).",
 )
-@click.option("--cluster", metavar="PROFILE", help="Cluster profile (default: $CLUSTERTRAIN_CLUSTER).")
+@click.option(
+    "--cluster",
+    metavar="PROFILE",
+    shell_complete=complete_profiles,
+    help="Cluster profile (default: $CLUSTERTRAIN_CLUSTER).",
+)
 @click.option(
     "--max-requeues",
     type=click.IntRange(min=0),

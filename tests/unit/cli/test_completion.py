@@ -59,6 +59,37 @@ def test_values(complete: Complete) -> None:
     assert complete("diagnose", "init") == ["init-loss"]
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("submit", "rec"), "file"),
+        (("submit", "train.py", "da"), "file"),
+        (("plan", "rec"), "file"),
+        (("diagnose", "rec"), "file"),
+        (("diagnose", "overfit", "rec"), "file"),
+        (("adopt", "job"), "file"),
+        (("telemetry", "--html", "x"), "file"),
+        (("submit", "--checkpoint-dir", "x"), "dir"),
+        (("init", "recipe", "--data", "x"), "file"),
+        (("exec", "latest", "--", "nvidia"), "file"),
+    ],
+)
+def test_files_and_folders_are_left_to_the_shell(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], kind: str
+) -> None:
+    monkeypatch.setenv("_CLUSTERTRAIN_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(("clustertrain", *words)))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    command = [sys.executable, "-m", "clustertrain"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout.startswith(f"{kind},"), done
+
+
+def test_sweeps(complete: Complete, tmp_path: Path) -> None:
+    (tmp_path / "home" / "sweeps" / "net-abc234").mkdir(parents=True)
+    assert complete("sweep", "show", "net") == ["net-abc234"]
+
+
 def test_unreadable_home_completes_nothing(complete: Complete, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "file" / "home"))
@@ -95,12 +126,13 @@ zpty -d terminal
         ("clustertrain submit --gpu-type h200", ["h200\t139.8 GiB"]),
         ("clustertrain diagnose init", ["init-loss"]),
         ("clustertrain status n", ["net"]),
+        ("clustertrain submit pyproject.to", ["pyproject.toml"]),
     ],
 )
 def test_fish(complete: Complete, line: str, expected: list[str]) -> None:
     run = run_dir.create_run("net")
     run.spec.write_text("version = 1\n")
-    done = subprocess.run(["fish", "-c", FISH, line], capture_output=True, text=True, check=True)
+    done = subprocess.run(["fish", "-c", FISH, line], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ([run.id] if expected == ["net"] else expected)
 
