@@ -21,6 +21,7 @@ from benchmarks import (
     sockets,
     step_overhead,
     telemetry,
+    ui,
     ui_run,
     watch,
 )
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "sockets": (sockets.main, "sockets per rank and latency of the control groups, against full gloo groups"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer, against a bare PyTorch loop"),
     "telemetry": (telemetry.main, "cost of the sampler, bytes per value, and time for a report of 1,024 GPUs"),
+    "ui": (ui.main, "time until `ui` shows 200 runs and a change in one, and its memory"),
     "ui_run": (ui_run.main, "the page of a run of 1,024 GPUs for a week: time to open, and for an update"),
     "watch": (
         watch.main,

@@ -6,8 +6,6 @@ Those of ended runs never change, so the next server finds them in the cache.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import sys
 import tempfile
 import threading
@@ -16,17 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import clock, fsio, proc, reading, schema, settings
+from clustertrain import clock, proc, reading, schema
 from clustertrain.errors import CommandFailed
 from clustertrain.run.run_dir import RunDir
+from clustertrain.ui.cache import Cache, make_key
 from clustertrain.ui.rows import Details
 from clustertrain.ui.stamps import Stamp
 
 BATCH = 8  # runs per child process, whose start takes as long as some summaries
 TIMEOUT_S = 600.0
-MAX_CACHED = 5000
 _CHILD = "clustertrain.ui.details_child"
-_FORMAT = "1"  # of the cache and of what Details mean
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -60,7 +57,7 @@ class DetailsReader:
     def __init__(self, report: Callable[[Mapping[Wanted, Details], float], None]) -> None:
         """``report`` receives the details of some runs, and the seconds per run that they took."""
         self._report = report
-        self._cache = DetailsCache()
+        self._cache = Cache("details", Details)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -71,7 +68,7 @@ class DetailsReader:
 
     def find_cached(self, wanted: Wanted) -> Details | None:
         """Return the details of an ended run if they are in the cache."""
-        return self._cache.get(wanted) if wanted.is_final else None
+        return self._cache.get(_cache_key(wanted)) if wanted.is_final else None
 
     def start(self, wanted: list[Wanted]) -> bool:
         """Begin to compute, unless that is still going on; return whether it has begun."""
@@ -92,7 +89,7 @@ class DetailsReader:
             if self._is_closed:
                 return
             known = {w: answers[path] for w in batch if (path := str(w.run.path)) in answers}
-            self._cache.add({w: details for w, details in known.items() if w.is_final and details.error is None})
+            self._cache.add({_cache_key(w): d for w, d in known.items() if w.is_final and d.error is None})
             self._report(known, (clock.monotonic() - started) / max(1, len(batch)))
         self._cache.save()
 
@@ -123,34 +120,5 @@ def _call(wanted: list[Wanted], should_cancel: Callable[[], bool]) -> dict[str, 
         return {answer.run: answer.details for answer in answers}
 
 
-class DetailsCache:
-    """The details of ended runs in a file of the user's cache folder. Safe in threads."""
-
-    def __init__(self) -> None:
-        home = hashlib.blake2b(str(settings.home()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-        self._path = settings.cache_folder() / "ui" / f"{home}.json"
-        self._lock = threading.Lock()
-        self._details: dict[str, Details] = {}
-        with contextlib.suppress(OSError, ValueError):  # none yet, or of another version
-            self._details = reading.read_struct(self._path, dict[str, Details])
-
-    def get(self, wanted: Wanted) -> Details | None:
-        with self._lock:
-            return self._details.get(_cache_key(wanted))
-
-    def add(self, details: Mapping[Wanted, Details]) -> None:
-        with self._lock:
-            self._details |= {_cache_key(wanted): value for wanted, value in details.items()}
-            while len(self._details) > MAX_CACHED:
-                self._details.pop(next(iter(self._details)))  # the oldest
-
-    def save(self) -> None:
-        """Write the file, if that is possible: without it the next server computes anew."""
-        with self._lock, contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fsio.write_bytes(self._path, msgspec.json.encode(self._details))
-
-
 def _cache_key(wanted: Wanted) -> str:
-    text = repr((_FORMAT, wanted.run.id, wanted.state, wanted.stamp))
-    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=12).hexdigest()
+    return make_key(wanted.run.id, wanted.state, wanted.stamp)

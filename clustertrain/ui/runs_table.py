@@ -21,6 +21,7 @@ from clustertrain.run import metrics, state
 from clustertrain.run.lookup import list_runs
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.run_status import RunStatus, SchedulerAnswers, Unreadable, run_statuses
+from clustertrain.ui.cache import Cache, make_key
 from clustertrain.ui.details import DetailsReader, Wanted
 from clustertrain.ui.live import Change
 from clustertrain.ui.rows import Details, RunRow, make_row
@@ -30,6 +31,7 @@ SCHEDULER_INTERVAL_S = 5.0
 MAX_SCHEDULER_SHARE = 0.2  # of the time, for queries of a slow scheduler
 ENDED_INTERVAL_S = 10.0  # between looks at the files of a run that has ended: its owner may continue it
 CHUNK = 12  # runs that are shown at once while the table is read for the first time
+MAX_SHOWN = 24  # runs that are read while their rows come from the cache, before the others are looked at again
 DETAILS_INTERVAL_S = 60.0  # for a running run
 MAX_DETAILS_SHARE = 0.05
 NOT_ASKED = "it has not answered yet"
@@ -42,7 +44,8 @@ class _Entry:
     """What is known about one run."""
 
     run: RunDir
-    status: RunStatus | Unreadable
+    status: RunStatus | Unreadable | None
+    """None: only its row is known, from the cache."""
     progress: Progress
     stamp: Stamp
     metrics_stamp: Stamp = ()
@@ -57,11 +60,7 @@ class _Entry:
 
     @property
     def is_final(self) -> bool:
-        return isinstance(self.status, Unreadable) or self.status.is_final
-
-    @property
-    def state(self) -> str | None:
-        return None if isinstance(self.status, Unreadable) else self.status.state
+        return not isinstance(self.status, RunStatus) or self.status.is_final
 
 
 class KnownRun(NamedTuple):
@@ -90,6 +89,8 @@ class RunsTable:
         self._reader: threading.Thread | None = None
         self._next_scheduler_s = 0.0
         self._details = DetailsReader(self._take_details)
+        self._rows = Cache("rows", RunRow)
+        self._is_read = False
         self._is_closed = False
         self._started_s = clock.monotonic()
 
@@ -112,9 +113,10 @@ class RunsTable:
         with self._lock:
             self._known_runs = runs
             entries = [self._entries.get(run.id) for run in runs]
-        new = [run for run, entry in zip(runs, entries, strict=True) if entry is None]
+        new = [run for run, entry in zip(runs, entries, strict=True) if entry is None or entry.status is None]
         changed = [entry.run for entry in entries if entry is not None and self._look(entry)]
-        self._state_facts(total=len(runs), complete=not new)
+        self._is_read = not new
+        self._state_facts(total=len(runs), complete=None not in entries)
         is_scheduler_due = clock.monotonic() >= self._next_scheduler_s
         if new or changed or is_scheduler_due:
             self._start_reading(new, changed, is_scheduler_due=is_scheduler_due, wait=wait)
@@ -124,8 +126,12 @@ class RunsTable:
 
     def read_all(self) -> None:
         """Look for changes, and wait until each run has been read once; not for the scheduler."""
-        self.refresh()
-        clock.wait_until(lambda: bool(self._facts["complete"]) or self._is_closed, READ_ALL_S)
+
+        def is_read() -> bool:
+            self.refresh()
+            return self._is_read or self._is_closed
+
+        clock.wait_until(is_read, READ_ALL_S)
 
     def _look(self, entry: _Entry) -> bool:
         """Follow the steps of a running run; return whether the run must be read again."""
@@ -140,7 +146,7 @@ class RunsTable:
 
     def _follow_steps(self, entry: _Entry) -> None:
         """Take step, rate and loss from new rows of metrics, which costs little."""
-        if isinstance(entry.status, Unreadable) or entry.status.state != state.RUNNING or not entry.status.history:
+        if not isinstance(entry.status, RunStatus) or entry.status.state != state.RUNNING or not entry.status.history:
             return
         stamp = take_stamp(entry.run.metrics_files(entry.status.history[-1].n))
         if stamp == entry.metrics_stamp:
@@ -166,23 +172,53 @@ class RunsTable:
             reader.join(0.1)  # mostly enough for a few runs
 
     def _read(self, new: Sequence[RunDir], changed: Sequence[RunDir], is_scheduler_due: bool) -> None:
-        """Read new runs from their files, and all active runs with the scheduler's answer."""
-        for i in range(0, len(new), CHUNK):
-            if self._is_closed:
-                return
-            self._read_runs(new[i : i + CHUNK], SchedulerAnswers(not_asked=NOT_ASKED))
+        """Read runs that are not shown yet from their files, then all active ones with the scheduler's answer.
+
+        Those that are shown from the cache come last, some in each call.
+        """
+        self._show_cached(new)
+        with self._lock:
+            missing = [run for run in new if run.id not in self._entries]
+            shown = [run for run in new if run.id in self._entries]
+        self._read_chunks(missing)
+        self._state_facts(complete=True)
         with self._lock:
             active = [e.run for e in self._entries.values() if not e.is_final]
-        if new:
-            self._state_facts(complete=True)
-        due = {run.id: run for run in ([*active, *changed] if new or is_scheduler_due else changed)}
-        if not due or self._is_closed:
-            return
-        started = clock.monotonic()
-        self._read_runs(list(due.values()), None)
-        if new or is_scheduler_due:
-            elapsed_s = clock.monotonic() - started
-            self._next_scheduler_s = clock.monotonic() + max(SCHEDULER_INTERVAL_S, elapsed_s / MAX_SCHEDULER_SHARE)
+        is_scheduler_due = is_scheduler_due or bool(missing)
+        due = {run.id: run for run in ([*active, *changed] if is_scheduler_due else changed)}
+        if due and not self._is_closed:
+            started = clock.monotonic()
+            self._read_runs(list(due.values()), None)
+            if is_scheduler_due:
+                elapsed_s = clock.monotonic() - started
+                self._next_scheduler_s = clock.monotonic() + max(SCHEDULER_INTERVAL_S, elapsed_s / MAX_SCHEDULER_SHARE)
+        self._read_chunks(shown[:MAX_SHOWN])
+        self._is_read = not shown[MAX_SHOWN:]
+        if new and self._is_read:
+            self._save_rows()
+
+    def _read_chunks(self, runs: Sequence[RunDir]) -> None:
+        for i in range(0, len(runs), CHUNK):
+            if not self._is_closed:
+                self._read_runs(runs[i : i + CHUNK], SchedulerAnswers(not_asked=NOT_ASKED))
+
+    def _show_cached(self, runs: Sequence[RunDir]) -> None:
+        """Show the rows of ended runs as an earlier server has read them, until they have been read again."""
+        found = []
+        for run in runs:
+            stamp = take_stamp(status_files(run))
+            row = self._rows.get(make_key(run.id, stamp))
+            if row is not None and run.id not in self._entries:
+                found.append(_Entry(run, None, Progress(), stamp, row=row))
+        self._publish(found)
+        self._notify()
+
+    def _save_rows(self) -> None:
+        with self._lock:
+            ended = [e for e in self._entries.values() if isinstance(e.status, RunStatus) and e.status.is_final]
+            rows = {make_key(e.run.id, e.stamp): e.row for e in ended if e.row is not None}
+        self._rows.add(rows)
+        self._rows.save()
 
     def _read_runs(self, runs: Sequence[RunDir], answers: SchedulerAnswers | None) -> None:
         # The stamps come first: what is written meanwhile changes them again.
@@ -200,9 +236,9 @@ class RunsTable:
         self._notify()
 
     def _with_cached_details(self, entry: _Entry) -> _Entry:
-        if entry.details_stamp == entry.stamp or isinstance(entry.status, Unreadable):
+        if entry.details_stamp == entry.stamp or not isinstance(entry.status, RunStatus):
             return entry
-        cached = self._details.find_cached(_want(entry))
+        cached = self._details.find_cached(_want(entry, entry.status))
         if cached is None:
             return entry
         return dataclasses.replace(entry, details=cached, details_stamp=entry.stamp)
@@ -212,9 +248,10 @@ class RunsTable:
         now = clock.monotonic()
         with self._lock:
             entries = [self._entries[run.id] for run in self._known_runs if run.id in self._entries]
-            is_complete = self._facts["complete"]
-        if is_complete:
-            self._details.start([_want(e) for e in entries if _needs_details(e, now)])
+        if self._is_read:
+            self._details.start(
+                [_want(e, e.status) for e in entries if isinstance(e.status, RunStatus) and _needs_details(e, now)]
+            )
 
     def _take_details(self, found: Mapping[Wanted, Details], run_s: float) -> None:
         now = clock.monotonic()
@@ -235,12 +272,14 @@ class RunsTable:
         with self._lock:
             for entry in entries:
                 known = self._entries.get(entry.run.id)
-                row = make_row(entry.run, entry.status, entry.progress, entry.details)
-                if known is None or known.row != row:
+                row = entry.row
+                if entry.status is not None:
+                    row = make_row(entry.run, entry.status, entry.progress, entry.details)
+                if row is not None and (known is None or known.row != row):
                     self._version += 1
                     entry.version = self._version
                     self._removed.pop(row.run, None)
-                else:
+                elif known is not None:
                     entry.version = known.version
                 entry.row = row
                 self._entries[entry.run.id] = entry
@@ -288,7 +327,7 @@ class RunsTable:
     def statuses(self) -> dict[str, RunStatus | Unreadable]:
         """Return the statuses that are known by now, by run id."""
         with self._lock:
-            return {run_id: e.status for run_id, e in self._entries.items()}
+            return {run_id: e.status for run_id, e in self._entries.items() if e.status is not None}
 
     def known_runs(self) -> list[KnownRun]:
         """Return the runs that can be read, newest first."""
@@ -301,15 +340,12 @@ def _load_progress(status: RunStatus) -> Progress:
     return load_progress(status, clock.now(), with_failure=False)
 
 
-def _want(entry: _Entry) -> Wanted:
-    return Wanted(entry.run, entry.state, entry.stamp, entry.is_final)
+def _want(entry: _Entry, status: RunStatus) -> Wanted:
+    return Wanted(entry.run, status.state, entry.stamp, status.is_final)
 
 
 def _needs_details(entry: _Entry, now: float) -> bool:
-    if isinstance(entry.status, Unreadable) or not entry.status.history:
+    if not isinstance(entry.status, RunStatus) or not entry.status.history:
         return False
-    return (
-        entry.details_stamp != entry.stamp and now >= entry.details_due_s
-        if entry.is_final
-        else now >= entry.details_due_s
-    )
+    is_old = not entry.is_final or entry.details_stamp != entry.stamp
+    return is_old and now >= entry.details_due_s

@@ -29,7 +29,7 @@ from clustertrain.ui.runs_table import KnownRun
 from clustertrain.ui.stamps import Stamp
 from clustertrain.ui.state import UiState
 
-WEEKS = 12
+WEEKS, MIN_WEEKS = 12, 6  # shown
 MAX_RUNS = 10  # with the most waste
 MAX_AGE_S = 10 * 366 * 86400.0
 PRODUCTIVE, IDLE, UNKNOWN = "productive", "idle_gpus", "unknown"
@@ -79,7 +79,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     wasted_gpu_hours: float
     by_cause: GpuHours
     weeks: list[Week]
-    """The last :data:`WEEKS` weeks, oldest first, without those before the first run."""
+    """The last 6 to 12 weeks, oldest first; not more than there were runs in."""
     most_wasteful: list[WastefulRun]
     without_telemetry: int
     """Runs whose idle GPUs are not known (yet)."""
@@ -106,7 +106,8 @@ class UsageReader:
         by_cause, by_week = _sum_shares(share for _, share in shares)
         today = datetime.datetime.fromtimestamp(now).date()
         monday = today - datetime.timedelta(days=today.weekday())
-        first = max(min(by_week, default=monday), monday - datetime.timedelta(weeks=WEEKS - 1))
+        oldest, newest = (monday - datetime.timedelta(weeks=count - 1) for count in (WEEKS, MIN_WEEKS))
+        first = min(max(min(by_week, default=monday), oldest), newest)
         mondays = [first + datetime.timedelta(weeks=i) for i in range((monday - first).days // 7 + 1)]
         wasteful = sorted(shares, key=lambda pair: -_sum_waste(pair[1].by_cause))[:MAX_RUNS]
         return Usage(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.run.run_dir import permission_error
+from clustertrain.run.run_dir import RunDir, permission_error
 from clustertrain.scheduler import run_status
 from clustertrain.ui import runs_table
 from clustertrain.ui.runs_table import RunsTable
@@ -148,6 +148,38 @@ def test_a_home_that_may_not_be_read(home: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_does_not_exist_says_so(home: Path, path: str) -> None:
     answer = signed_in().get(path)
     assert answer.status_code == 404 and "Traceback" not in answer.text
+
+
+def test_rows_of_ended_runs_are_there_at_the_next_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = ("completed", "failed", "running")
+    runs = [ui_home.make_run(home, NOW, small(f"r{i}", state), seed=i) for i, state in enumerate(states)]
+    first = RunsTable()
+    first.refresh(wait=True)
+    rows = {row.run: row for row in first.document()["rows"]}
+    first.close()
+    (runs[1].path / "events" / "later.jsonl").write_text('{"t": 1.0, "event": "continued"}\n')
+    seen: list[list[str]] = []
+    read = RunsTable._read_runs
+
+    def look(table: RunsTable, some: list[RunDir], answers: run_status.SchedulerAnswers | None) -> None:
+        seen.append([row.run for row in table.document()["rows"]])
+        assert table.statuses() == {} or len(seen) > 1
+        read(table, some, answers)
+
+    monkeypatch.setattr(RunsTable, "_read_runs", look)
+    second = RunsTable()
+    second.refresh(wait=True)
+    assert seen[0] == [runs[0].id], "not those that run, or have changed since"
+    assert {row.run: row.state for row in second.document()["rows"]} == {run: row.state for run, row in rows.items()}
+    assert len(second.known_runs()) == 3
+    second.close()
+    for damaged in ("", "[1, 2]", '{"x": {"run": 5}}', '{"x": '):
+        for file in (home.parent / "cache").rglob("*.json"):
+            file.write_text(damaged)
+        third = RunsTable()
+        third.refresh(wait=True)
+        assert len(third.document()["rows"]) == 3
+        third.close()
 
 
 def test_details_come_from_a_child_process_and_are_kept(home: Path) -> None:
