@@ -1,6 +1,7 @@
 // Receives the changes of one topic from the server, and says when the connection is lost.
 //
 // watch("/api/live/runs", cursor, onChange): onChange(data) is called for each change since `cursor` (null: everything).
+// It returns a function that ends it.
 // A hidden tab does not listen, because a browser opens only six connections to a server; when it is shown again it
 // asks for what it missed.
 const SILENCE_MS = 40_000; // the server sends something every 15 s
@@ -49,9 +50,14 @@ export function watch(url, cursor, onChange) {
     connect();
   }
 
-  document.addEventListener("visibilitychange", () => {
+  const onVisibility = () => {
     if (document.hidden) disconnect();
     else if (!source) connect();
-  });
+  };
+  document.addEventListener("visibilitychange", onVisibility);
   if (!document.hidden) connect();
+  return () => {
+    document.removeEventListener("visibilitychange", onVisibility);
+    disconnect();
+  };
 }

@@ -1,7 +1,8 @@
 // The page of one run: its tabs, its head, and the stream of changes that keeps the tabs up to date.
 //
-// Each tab is a module with `create(panel, run)`, which returns { show(), onChange(change) }. show() is called each time
-// that the tab is opened. onChange() is called for each change of the stream, also while the tab is hidden.
+// Each tab is a module with `create(panel, run)`, which returns { show(), hide()?, onChange(change) }. show() is called each
+// time that the tab is opened, hide() when another one is. onChange() is called for each change of the stream, also while
+// the tab is hidden.
 import { watch } from "./live.js";
 import { Curves } from "./run_curves.js";
 import { el, Run, stateBadge } from "./run_parts.js";
@@ -35,7 +36,11 @@ function view(key) {
 
 // "#logs" or "#logs/1/rank-0": a tab, and what it shows.
 function parseFragment() {
-  const [key, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
+  let text = location.hash.slice(1);
+  try {
+    text = decodeURIComponent(text);
+  } catch { /* a lone % is itself */ }
+  const [key, ...rest] = text.split("/");
   return key in MODULES ? [key, rest.join("/")] : ["overview", ""];
 }
 
@@ -48,6 +53,7 @@ function open() {
     if (selected) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
     byId(tab.getAttribute("aria-controls")).hidden = !selected;
   }
+  if (run.tab !== key) views.get(run.tab)?.hide?.();
   run.tab = key;
   view(key).show(detail);
 }

@@ -12,6 +12,7 @@ export function create(panel, run) {
   const view = new LogView(panel, run);
   return {
     show: (detail) => view.show(detail),
+    hide: () => view.close(),
     onChange: (change) => view.onChange(change),
   };
 }
@@ -98,8 +99,14 @@ class LogView {
     return name && this.attempt === null ? `${this.newestAttempt}/${name}` : key;
   }
 
+  // End the stream: a browser opens only six connections to a server.
+  close() {
+    this.stop?.();
+    this.stop = null;
+  }
+
   onChange(change) {
-    if (this.run.isDeleted) this.stop?.();
+    if (this.run.isDeleted) this.close();
     // A new attempt writes new logs: the page follows across requeues.
     const newest = change.status?.attempts?.at(-1)?.n;
     if (newest === undefined || newest === this.newestAttempt) return;
@@ -175,18 +182,17 @@ class LogView {
   }
 
   async open(key) {
-    this.stop?.();
-    this.stop = null;
+    this.close();
     this.key = key;
     this.pick.input.value = key;
     try {
       const part = await this.run.ask("/logs/lines", [["key", key], ["count", LINES]]);
-      if (this.key !== key) return; // another log was chosen meanwhile
+      if (this.key !== key || this.stop) return; // another log was chosen meanwhile
       this.part = { ...part, atEnd: true };
       this.fill(part.lines);
       this.say(part.exists ? "" : "This log has no line yet.");
       this.toEnd();
-      if (this.run.isDeleted) return;
+      if (this.run.isDeleted || this.run.tab !== "logs") return;
       this.stop = watch(`/api/live/runs/${encodeURIComponent(this.run.id)}/log?key=${encodeURIComponent(key)}`, part.exists ? part.cursor : null, (change) => this.append(change));
     } catch (error) {
       this.fill([]);
@@ -239,8 +245,7 @@ class LogView {
 
   // Show the part of a log around a match.
   async openAt({ key, offset, text }) {
-    this.stop?.();
-    this.stop = null;
+    this.close();
     this.key = key;
     const attempt = Number(key.split("/")[0]);
     this.attempt = this.isNewest(attempt) ? null : attempt;

@@ -171,6 +171,12 @@ def test_rows_lines_and_events_appear_and_a_deleted_run_says_so(open_page: Open,
     sync_api.expect(match).to_have_text("step 1199 of rank 5")
     sync_api.expect(match).to_be_in_viewport()
     page.get_by_role("button", name="Newest lines").click()
+    page.get_by_label("Log", exact=True).select_option("1/rank-0")
+    for rank in (5, 0):
+        with run.attempt(1).rank_log(rank).open("a") as f:
+            f.write(f"new line of rank {rank}\n")
+    sync_api.expect(last).to_have_text("new line of rank 0")
+    assert page.get_by_role("log").get_by_text("new line of rank 5").count() == 0, "of the log that was shown before"
 
     append(run.attempt(1).events_path("batch"), {"t": clock.now(), "event": "signal", "source": "preemption"})
     page.get_by_role("tab", name="Timeline").click()
