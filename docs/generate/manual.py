@@ -111,7 +111,10 @@ def _options(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _visible_options(command: click.Command, context: click.Context) -> Iterator[click.Option]:
-    return (p for p in command.get_params(context) if isinstance(p, click.Option) and not p.hidden)
+    yield from (p for p in command.params if isinstance(p, click.Option) and not p.hidden)
+    if command.add_help_option:
+        # click keeps the help option of the first context that asks for it, whose names may differ from this one's.
+        yield click.Option(context.help_option_names, is_flag=True, help="Show this message and exit.")
 
 
 def _option(option: click.Option, context: click.Context) -> Iterator[str]:

@@ -11,10 +11,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 
 from clustertrain import proc
+from clustertrain.cli.jobs import wait
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing import reference
@@ -38,6 +40,11 @@ def test_reference_page_is_current(name: str) -> None:
 def test_manual_pages_are_current() -> None:
     committed = {path.name: path.read_text() for path in (ROOT / "docs" / "man").iterdir()}
     assert committed == manual.render_pages(), "run: python -m docs.generate"
+
+
+def test_manual_pages_do_not_depend_on_what_click_has_cached() -> None:
+    wait.get_help(click.Context(wait))  # without the context of clustertrain, its only help option is --help
+    assert r"\fB\-h\fP, \fB\-\-help\fP" in manual.render_pages()["clustertrain-wait.1"]
 
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
