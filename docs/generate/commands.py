@@ -48,7 +48,7 @@ def render() -> str:
         "## Exit codes",
         "\n".join(["| code | meaning |", "|-|-|", *(f"| {code} | {text} |" for code, text in EXIT_CODES)]),
     ]
-    with click.Context(cli, info_name="clustertrain") as root:
+    with click.Context(cli, info_name="clustertrain", **cli.context_settings) as root:
         for name in COMMANDS:
             command = cli.get_command(root, name)
             assert command is not None
