@@ -28,9 +28,7 @@ def ui(port: int | None, home: str | None, no_browser: bool) -> int:
     pages to your own machine.
     """
     if home is not None:
-        if not Path(home).is_dir():
-            raise NotFound(f"--home {home}: no such folder", fix="pass the folder that holds runs/")
-        os.environ[settings.HOME] = str(Path(home).resolve())
+        os.environ[settings.HOME] = str(_check_home(Path(home)))
     from clustertrain.ui import server
 
     listener = server.bind(port)
@@ -44,3 +42,13 @@ def ui(port: int | None, home: str | None, no_browser: bool) -> int:
         )
     server.serve(listener, token)
     return 0
+
+
+def _check_home(folder: Path) -> Path:
+    """Return the absolute path of a home. Raise NotFound if it is none."""
+    if not folder.is_dir():
+        raise NotFound(f"--home {folder}: no such folder", fix="pass the folder that holds runs/")
+    path = folder.resolve()
+    if path.name == "runs" and not (path / "runs").is_dir():
+        raise NotFound(f"--home {folder}: a folder of runs, not a home", fix=f"pass the folder above: {path.parent}")
+    return path
