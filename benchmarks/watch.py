@@ -30,7 +30,7 @@ from benchmarks.telemetry import build_stub
 from benchmarks.verdict import interval
 
 HOSTS, GPUS = 4, 8
-ATTACH_ROUNDS, CYCLES, PAIRS = 5, 50, 8
+ATTACH_ROUNDS, CYCLES, PAIRS = 5, 50, 7
 TURN_S, CPU_S, SETTLE_S = 8.0, 60.0, 15.0
 TIMEOUT_S = 60.0
 INTERVAL_S = 2.0  # the default of the command

@@ -42,8 +42,11 @@ def watch(job_id: str, once: bool, html: str | None, as_json: bool, interval: fl
     pipe waits, and prints the report again at the end of the job. q or Ctrl-C leaves: the samplers end, and the job
     continues.
 
-    JOBID is a job or a task of an array, such as 123 or 123_4. The recording is a run: `list`, `top`, `telemetry`,
-    `open`, `compare` and `rm` take the job id or the printed run id.
+    The recording is a run: `list`, `top`, `telemetry`, `open`, `compare` and `rm` take the job's id or that of the run.
+
+    \b
+    clustertrain watch 123
+    clustertrain watch 123_4 --once --html gpus.html
     """
     from clustertrain.watch import target
 

@@ -55,6 +55,7 @@ class WatchSession:
         self._lock_fd: int | None = None
         self._step: WatchStep | None = None
         self._attempt: AttemptDir | None = None
+        self._old_segments: dict[str, set[str]] = {}  # by node, those of earlier steps
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="watch", daemon=True)
 
@@ -133,6 +134,7 @@ class WatchSession:
             comparing_node=nodes[0] if len(nodes) > 1 else None,
             interval_s=self._options.interval_s,
         )
+        self._old_segments = {node: _list_segments(self._attempt, node) for node in nodes}
         self._step = WatchStep(request, details.groups, step_environ(dict(os.environ)))
 
     def _wait_ready(self) -> None:
@@ -163,12 +165,11 @@ class WatchSession:
         if attempt is None:
             return
         sampled = self._step.ready if self._step is not None else set(self._job.nodes)
-        began = clock.now()
-        clock.wait_until(
-            lambda: all(_has_samples(attempt, node, began) for node in sampled) or self.ended.is_set(),
-            SAMPLES_S,
-            0.05,
-        )
+
+        def has_all() -> bool:
+            return all(_list_segments(attempt, node) - self._old_segments.get(node, set()) for node in sampled)
+
+        clock.wait_until(lambda: has_all() or self.ended.is_set(), SAMPLES_S, 0.05)
 
     def _newest_attempt(self) -> AttemptDir | None:
         return self._attempt or next(iter(reversed(self.run.attempts())), None)
@@ -227,15 +228,11 @@ class WatchSession:
         self._release()
 
 
-def _has_samples(attempt: AttemptDir, node: str, began: float) -> bool:
-    """Return whether a node has written samples since ``began``."""
+def _list_segments(attempt: AttemptDir, node: str) -> set[str]:
+    """Return the segments of a node that have samples."""
     from clustertrain.telemetry.store import jsonl_blocks
 
-    for path in (attempt.telemetry / node).glob(f"*/{jsonl_blocks.NAME}"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime >= began - 1.0:
-                return True
-    return False
+    return {path.parent.name for path in (attempt.telemetry / node).glob(f"*/{jsonl_blocks.NAME}")}
 
 
 def _refusal(job: SlurmJob, words: str) -> ClusterTrainError:

@@ -89,7 +89,7 @@ def _unreadable(job: JobContext) -> Iterable[Insight]:
 
 def _is_whole_run(reason: str) -> bool:
     """Return whether a reason applies to all samples, and samples exist."""
-    return "samples)" not in reason and not reason.startswith(("NOT_FOUND", "no sample"))
+    return "samples)" not in reason and not reason.startswith(("NOT_FOUND", "no sample", "NO_DATA: a mean needs two"))
 
 
 def _missing_fields(job: JobContext) -> Iterable[Insight]:

@@ -97,12 +97,12 @@ class JobProcessReader:
                 )
         return JobUsage(job, rank_usage)
 
-    def _is_rescan_due(self) -> bool:
+    def _is_rescan_due(self, interval_s: float = _RESCAN_S) -> bool:
         """Return whether all processes have to be looked at again, and forget the unrelated ones if so."""
         is_due = self._now() >= self._rescan_at
         if is_due:
             self._unrelated_pids.clear()
-            self._rescan_at = self._now() + _RESCAN_S
+            self._rescan_at = self._now() + interval_s
         return is_due
 
     def _sum_usage(self, key: int | None, processes: Iterable[_Process], extra_s: float = 0.0) -> ProcessUsage:

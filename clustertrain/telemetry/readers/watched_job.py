@@ -18,6 +18,7 @@ from clustertrain.telemetry.readers.rank_environment import (
     parse_environ,
 )
 
+RESCAN_S = 300.0  # until a process that was not of the job is looked at again; it takes some milliseconds
 _MAX_ENVIRON_BYTES = 4 << 20
 
 
@@ -57,7 +58,9 @@ class WatchedJobReader(JobProcessReader):
         """Return the current usage, also of each rank that is found; ``ranks`` adds nothing."""
         self._forget_unrelated()
         processes = {}
-        for pid in self._list_pids():
+        pids = self._list_pids()
+        self._unrelated_pids.intersection_update(pids)  # the kernel may give the number of one that ended to a rank
+        for pid in pids:
             if pid in self._unrelated_pids or pid == self._root:
                 continue
             if pid not in self._environs and not self._is_own(pid):
@@ -84,7 +87,7 @@ class WatchedJobReader(JobProcessReader):
 
     def _forget_unrelated(self) -> None:
         """Look at all processes again from time to time, as a process may start another program."""
-        if self._is_rescan_due():
+        if self._is_rescan_due(RESCAN_S):
             self._environs.clear()
 
     def _is_own(self, pid: int) -> bool:

@@ -196,3 +196,5 @@ def test_field_missing_throughout_is_reported() -> None:
     assert "utilization is missing on GPU 1 of n1 (UNKNOWN: an unknown error)" in insight.text
     partly = with_gpu(healthy(1, 2), "n1", 1, missing={"power_w": "UNKNOWN: once (1 of 3600 samples)"})
     assert "field_missing" not in codes(partly, info=True)
+    first_sample = with_gpus(healthy(), missing={"sm_activity": "NO_DATA: a mean needs two samples"})
+    assert "field_missing" not in codes(first_sample, info=True)

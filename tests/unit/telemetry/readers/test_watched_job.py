@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,13 +89,23 @@ def test_program_that_replaces_its_shell_becomes_a_rank(tmp_path: Path) -> None:
     assert [(r.rank, r.pid) for r in tree.reader.ranks] == [(0, RANK)]
 
 
-def test_unrelated_process_is_looked_at_again_after_a_minute(tmp_path: Path) -> None:
+def test_number_of_an_ended_process_may_become_a_rank(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path)
+    tree.reader.read()
+    shutil.rmtree(tree.root / str(SHELL))
+    tree.reader.read()
+    tree.put(SHELL, STEPD, {**TASK, "SLURM_PROCID": "0"})
+    tree.reader.read()
+    assert [r.rank for r in tree.reader.ranks] == [0, 1]
+
+
+def test_unrelated_process_is_looked_at_again_after_minutes(tmp_path: Path) -> None:
     tree = make_tree(tmp_path)
     tree.reader.read()
     tree.put(SHELL, 1, TASK)
     usage = tree.reader.read()
     assert usage is not None and usage.job.processes == 3
-    tree.now = 61.0
+    tree.now = 601.0
     usage = tree.reader.read()
     assert usage is not None and usage.job.processes == 4
 
