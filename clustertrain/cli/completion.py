@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
+COMPLETION_VARIABLE = "_CLUSTERTRAIN_COMPLETE"  # click's, from the name of the program
 _FILES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
 
 
 @click.command()
 @click.argument("shell", type=click.Choice(list(_FILES)))
-def completion(shell: str) -> None:
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
     """Print the script with which a shell completes commands, options, runs, recipe keys and GPU types.
 
     \b
@@ -28,11 +30,9 @@ def completion(shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from clustertrain.cli.main import COMPLETION_VARIABLE, cli
-
     cls = get_completion_class(shell)
     assert cls is not None
-    script = cls(cli, {}, "clustertrain", COMPLETION_VARIABLE).source()
+    script = cls(ctx.find_root().command, {}, "clustertrain", COMPLETION_VARIABLE).source()
     for old, new in _CHANGES[shell]:
         script = script.replace(old, new)
     click.echo(script)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from clustertrain.cli.completion import COMPLETION_VARIABLE, complete_files
 from clustertrain.cli.output import flush_error, flush_output, print_error, replace_closed_streams
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
 from clustertrain.printable import sanitized_output
@@ -28,8 +29,6 @@ _FILE_ERRNOS = frozenset(
     # A run's files were removed or changed while a command read them.
     | {errno.ENOENT, errno.EISDIR}
 )
-
-COMPLETION_VARIABLE = "_CLUSTERTRAIN_COMPLETE"  # click's, from the name of the program
 
 # Name: (module:attribute, one line of help). The help is here so that listing the commands imports none of them.
 COMMANDS = {
@@ -95,8 +94,6 @@ class LazyGroup(click.Group):
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         if COMPLETION_VARIABLE in os.environ:
-            from clustertrain.cli.completion import complete_files
-
             complete_files(command)
         return command
 
