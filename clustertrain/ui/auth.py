@@ -11,9 +11,9 @@ import hmac
 import html
 import urllib.parse
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,7 +56,7 @@ class Guard:
         if _matches(dict(query).get(TOKEN_PARAMETER), self._token):
             rest = urllib.parse.urlencode([(name, value) for name, value in query if name != TOKEN_PARAMETER])
             return _sign_in(scope["path"], rest, cookie_name, self._token)
-        if _matches(_read_cookie(headers, cookie_name), self._token):
+        if _matches(cookie_parser(headers.get("cookie", "")).get(cookie_name), self._token):
             return None
         return PlainTextResponse(
             "This page needs the token of its server.\n"
@@ -99,15 +99,6 @@ def _split_host(host: str) -> tuple[str, str]:
 def _matches(given: str | None, token: str) -> bool:
     # Bytes: compare_digest rejects strings that are not ASCII.
     return given is not None and hmac.compare_digest(given.encode(errors="replace"), token.encode())
-
-
-def _read_cookie(headers: Headers, name: str) -> str | None:
-    cookie: SimpleCookie = SimpleCookie()
-    try:
-        cookie.load(headers.get("cookie", ""))
-    except CookieError:
-        return None
-    return cookie[name].value if name in cookie else None
 
 
 def _sign_in(path: str, query: str, cookie_name: str, token: str) -> Response:

@@ -6,6 +6,7 @@ Those of ended runs never change, so the next server finds them in the cache.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -29,15 +30,16 @@ _CHILD = "clustertrain.ui.details_child"
 class Request(msgspec.Struct, frozen=True):
     """Runs to summarize."""
 
-    runs: list[tuple[str, str | None]]
-    """Folder and state of each."""
+    runs: list[tuple[bytes, str | None]]
+    """Folder and state of each. A path need not be UTF-8; bytes become base64 in JSON."""
     out: str
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The details of one run, by its folder."""
+    """The details of one run."""
 
-    run: str
+    index: int
+    """In the runs of the request."""
     details: Details
 
 
@@ -84,25 +86,24 @@ class DetailsReader:
             batch, started = wanted[i : i + BATCH], clock.monotonic()
             try:
                 answers = _call(batch, lambda: self._is_closed)
-            except (CommandFailed, OSError) as e:
-                answers = {str(w.run.path): Details(error=str(e)) for w in batch}
+            except OSError as e:
+                answers = {i: Details(error=str(e)) for i in range(len(batch))}
             if self._is_closed:
                 return
-            known = {w: answers[path] for w in batch if (path := str(w.run.path)) in answers}
+            known = {w: answers[i] for i, w in enumerate(batch) if i in answers}
             self._cache.add({_cache_key(w): d for w, d in known.items() if w.is_final and d.error is None})
             self._report(known, (clock.monotonic() - started) / max(1, len(batch)))
         self._cache.save()
 
 
-def _call(wanted: list[Wanted], should_cancel: Callable[[], bool]) -> dict[str, Details]:
-    """Return the details by folder, as far as the child process has come.
+def _call(wanted: list[Wanted], should_cancel: Callable[[], bool]) -> dict[int, Details]:
+    """Return the details by place in ``wanted``, as far as the child process has come.
 
-    Raises:
-        CommandFailed: it failed, or took too long, before the first run.
+    A run at which it failed, or which took too long, has the error; those after it are missing.
     """
     with tempfile.TemporaryDirectory(prefix="clustertrain-ui-") as folder:
         out = Path(folder, "answers.jsonl")
-        request = Request([(str(w.run.path), w.state) for w in wanted], str(out))
+        request = Request([(os.fsencode(w.run.path), w.state) for w in wanted], str(out))
         failure = None
         try:
             proc.run_with_stdin(
@@ -115,9 +116,10 @@ def _call(wanted: list[Wanted], should_cancel: Callable[[], bool]) -> dict[str, 
             failure = e
         lines = list(reading.iter_lines(out)) if out.exists() else []
         answers = [schema.decode(line, Answer) for line in lines if line.strip()]
-        if failure is not None and not answers:
-            raise failure
-        return {answer.run: answer.details for answer in answers}
+        details = {answer.index: answer.details for answer in answers}
+        if failure is not None and len(details) < len(wanted):
+            details[len(details)] = Details(error=str(failure))
+        return details
 
 
 def _cache_key(wanted: Wanted) -> str:

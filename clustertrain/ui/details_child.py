@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import schema
+from clustertrain.printable import printable
 from clustertrain.report.gpu_table import busy_stats, mean_known, stat_mean
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
@@ -28,8 +29,9 @@ def main() -> None:
     os.nice(10)  # the pages and the user's own programs come first
     request = schema.decode(sys.stdin.buffer.read(), Request)
     with Path(request.out).open("ab", buffering=0) as out:
-        for path, state in request.runs:
-            out.write(msgspec.json.encode(Answer(path, compute_details(RunDir(Path(path)), state))) + b"\n")
+        for index, (path, state) in enumerate(request.runs):
+            details = compute_details(RunDir(Path(os.fsdecode(path))), state)
+            out.write(msgspec.json.encode(Answer(index, details)) + b"\n")
 
 
 def compute_details(run: RunDir, state: str | None) -> Details:
@@ -37,7 +39,7 @@ def compute_details(run: RunDir, state: str | None) -> Details:
     try:
         summary = summarize(run, SummaryRequest(state=state))
     except Exception as e:  # damaged files may raise anything
-        return Details(error=f"{type(e).__name__}: {e}")
+        return Details(error=printable(f"{type(e).__name__}: {e}"))
     return Details(
         utilization=mean_known([stat_mean(busy_stats(g)) for g in summary.gpus]),
         spark=_build_spark(summary.gpus),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from clustertrain import clock, reading
-from clustertrain.errors import NotFound, UsageError
+from clustertrain.errors import CommandFailed, NotFound, UsageError
 from clustertrain.report.html import checkpoints, setup
 from clustertrain.run.run_dir import RunDir, runs_folder
 from clustertrain.ui.pages import encode_json, json_response
 from clustertrain.ui.run import logs, overview, workers
 from clustertrain.ui.run.feed import Feeds, RunFeed
-from clustertrain.ui.state import UiState, find_run
+from clustertrain.ui.state import UiState, find_run, is_file_name
 
 DISCONNECT_POLL_S = 0.3
 DEFAULT_LINES = 500
@@ -87,7 +88,7 @@ def _find_also_deleted(run_id: str) -> RunDir:
     try:
         return find_run(run_id)
     except NotFound:
-        if "/" in run_id or "\0" in run_id or run_id.startswith("."):
+        if not is_file_name(run_id):
             raise
         return RunDir(runs_folder() / run_id)
 
@@ -130,11 +131,20 @@ async def _search(request: Request) -> Response:
         await asyncio.wait([work], timeout=DISCONNECT_POLL_S)
         if await request.is_disconnected():
             cancelled.set()
-    return Response(work.result() or encode_json(None), media_type="application/json")
+    try:
+        answer = work.result()
+    except CommandFailed as e:
+        raise CommandFailed(
+            f"the search did not finish: {e.message}", fix="search for text, or for an expression without (…+)+"
+        ) from e
+    return Response(answer or encode_json(None), media_type="application/json")
 
 
-def _searched_logs(run: RunDir, request: Request) -> dict[str, str]:
+def _searched_logs(run: RunDir, request: Request) -> dict[str, bytes]:
     keys = request.query_params.getlist("key")
-    if keys:
-        return {key: str(logs.find_log(run, key)) for key in keys}
-    return logs.rank_log_paths(run, _parse_number(request, "attempt"))
+    paths = (
+        {key: logs.find_log(run, key) for key in keys}
+        if keys
+        else logs.rank_log_paths(run, _parse_number(request, "attempt"))
+    )
+    return {key: os.fsencode(path) for key, path in paths.items()}

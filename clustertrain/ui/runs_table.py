@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from clustertrain import clock
+from clustertrain import clock, reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.report.progress import Progress, load_progress
 from clustertrain.run import metrics, state
@@ -308,7 +308,7 @@ class RunsTable:
 
     def changes_since(self, cursor: str | None) -> Change | None:
         boot, _, text = (cursor or "").partition("-")
-        known = int(text) if boot == self._boot and text.isdigit() else None
+        known = int(text) if boot == self._boot and reading.is_unsigned_int(text) else None
         with self._lock:
             if self._version in (0, known):
                 return None

@@ -51,6 +51,7 @@ def build_app(token: str, state: UiState | None = None) -> ASGIApp:
         exception_handlers={
             ClusterTrainError: _explain(state, _describe_error),
             HTTPException: _explain(state, _describe_http_error),
+            OSError: _explain(state, _describe_os_error),
             Exception: _explain(state, _describe_defect),
         },
     )
@@ -89,6 +90,12 @@ def _describe_http_error(error: Exception) -> _Description:
     if error.status_code == 404:
         return 404, "there is no such page", "the links at the top lead to all pages"
     return error.status_code, error.detail, None
+
+
+def _describe_os_error(error: Exception) -> _Description:
+    """Describe a failure of the file system, which is no defect: a stale handle, a name that is too long."""
+    assert isinstance(error, OSError)
+    return 500, f"{error.filename or 'a file'}: {error.strerror or error}", "load the page again"
 
 
 def _describe_defect(error: Exception) -> _Description:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from clustertrain.errors import NotFound
 from clustertrain.run.run_dir import RunDir, explain_permission_errors, open_run, runs_folder
 from clustertrain.ui.live import Hub
 from clustertrain.ui.pages import Pages
 from clustertrain.ui.runs_table import RunsTable
+
+MAX_NAME_BYTES = 255  # NAME_MAX of Linux
 
 
 class UiState:
@@ -24,6 +28,11 @@ class UiState:
         self.hub.close()
 
 
+def is_file_name(name: str) -> bool:
+    """Return whether ``name`` can be that of a run or sweep: with a slash, or `..`, it would leave their folder."""
+    return not name.startswith(".") and not {"/", "\0"} & set(name) and len(os.fsencode(name)) <= MAX_NAME_BYTES
+
+
 def find_run(run_id: str) -> RunDir:
     """Return the run with exactly this id.
 
@@ -31,8 +40,7 @@ def find_run(run_id: str) -> RunDir:
         NotFound: there is no such run, or it has been deleted.
         PermissionDenied: the user may not read it.
     """
-    # A name with a slash, or `..`, would leave the folder of the runs.
-    if "/" in run_id or "\0" in run_id or run_id.startswith("."):
+    if not is_file_name(run_id):
         raise NotFound(f"no run {run_id!r}", fix="open it from the table of runs")
     try:
         with explain_permission_errors():

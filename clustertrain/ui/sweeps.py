@@ -22,7 +22,7 @@ from clustertrain.ui.live import Change
 from clustertrain.ui.pages import encode_json, json_response
 from clustertrain.ui.rows import run_url
 from clustertrain.ui.runs_table import RunsTable
-from clustertrain.ui.state import UiState
+from clustertrain.ui.state import UiState, is_file_name
 
 
 class SweepTopic:
@@ -86,7 +86,7 @@ class Sweeps:
             NotFound: there is none.
         """
         folder = sweeps_folder() / name
-        if "/" in name or "\0" in name or name.startswith(".") or not folder.is_dir():
+        if not is_file_name(name) or not folder.is_dir():
             raise NotFound(f"there is no sweep {name!r} in {sweeps_folder()}", fix="open it from the page of sweeps")
         with self._lock:
             return self._topics.setdefault(name, SweepTopic(folder, self._table))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from clustertrain import fsio
+from clustertrain import fsio, reading
 from clustertrain.checkpoint.format.fence import Fence, check_fence
 from clustertrain.checkpoint.format.manifest import (
     COMMITTED,
@@ -40,7 +40,7 @@ from clustertrain.checkpoint.format.manifest import (
     read_manifest,
     staging_folder,
 )
-from clustertrain.checkpoint.format.storage import Folder
+from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.errors import CheckpointError
 
@@ -202,7 +202,8 @@ def read_marker(folder: Folder) -> str | None:
     """Return the commit marker, which identifies a checkpoint among others of its step; None if there is none."""
     path = folder / COMMITTED
     try:
-        return str(with_retries(path.read_bytes, path).decode(errors="replace"))
+        read = path.read_bytes if isinstance(path, RemoteFolder) else lambda: reading.read_bytes(path)
+        return with_retries(read, path).decode(errors="replace")
     except FileNotFoundError:
         return None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import fsio, schema
+from clustertrain import fsio, reading, schema
 from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.format.fence import Fence, check_fence
 from clustertrain.checkpoint.format.manifest import COMMITTED, list_checkpoint_folders, parse_step, step_folder
@@ -53,7 +53,7 @@ def read_records(root: Path) -> list[RollbackRecord]:
     """
     path = root / RECORD_FILE
     try:
-        data = with_retries(path.read_bytes, path)
+        data = with_retries(lambda: reading.read_bytes(path), path)
     except FileNotFoundError:
         return []
     try:

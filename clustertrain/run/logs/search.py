@@ -12,6 +12,8 @@ from clustertrain.errors import UsageError
 from clustertrain.run.logs import lines
 
 BLOCK_BYTES = 1 << 20
+MAX_MATCH_CHARACTERS = 2000
+_BEFORE_MATCH = 200  # of them
 
 
 class Match(NamedTuple):
@@ -19,7 +21,9 @@ class Match(NamedTuple):
 
     path: Path
     offset: int
+    """Of the line, or of the piece of an endless line."""
     text: str
+    """Of a line over :data:`MAX_MATCH_CHARACTERS`, the part around what was found."""
 
 
 class SearchResult(NamedTuple):
@@ -121,6 +125,15 @@ class _Cursor:
 def _list_matches(path: Path, start: int, text: bytes, pattern: re.Pattern[str]) -> list[Match]:
     matches = []
     for line in text.split(b"\n"):
-        matches += [Match(path, *piece) for piece in lines.split_at(line, start) if line and pattern.search(piece.text)]
+        for piece in lines.split_at(line, start) if line else ():
+            if (found := pattern.search(piece.text)) is not None:
+                matches.append(Match(path, piece.offset, _cut(piece.text, found.start())))
         start += len(line) + 1
     return matches
+
+
+def _cut(text: str, found_at: int) -> str:
+    """Return the part of a line around ``found_at``."""
+    start = max(0, found_at - _BEFORE_MATCH) if len(text) > MAX_MATCH_CHARACTERS else 0
+    end = start + MAX_MATCH_CHARACTERS
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"

@@ -31,7 +31,7 @@ def search_logs(request: SearchRequest) -> dict[str, Any]:
     from clustertrain.run.logs import search
 
     query = search.Query(re.compile(request.text)) if request.is_regex else search.find_text(request.text)
-    keys = {Path(path): key for key, path in request.logs.items()}
+    keys = {Path(os.fsdecode(path)): key for key, path in request.logs.items()}
     result = search.search(list(keys), query, max_matches=MAX_MATCHES, timeout_s=SEARCH_TIMEOUT_S)
     return {
         "matches": [{"key": keys[m.path], "offset": m.offset, "text": clean_log_line(m.text)} for m in result.matches],
@@ -50,7 +50,7 @@ def summarize_run(request: SummaryRequest) -> dict[str, Any]:
     from clustertrain.ui.run import gpus
 
     os.nice(10)  # the pages and the user's own programs come first
-    run = RunDir(Path(request.run))
+    run = RunDir(Path(os.fsdecode(request.run)))
     summary = summarize.summarize(run, summarize.SummaryRequest(state=request.state))
     return gpus.describe(summary, build_curves(run, summary))
 

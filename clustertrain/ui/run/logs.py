@@ -61,10 +61,10 @@ def _iter_failures(run: RunDir, attempt: AttemptDir) -> list[dict[str, Any]]:
     ]
 
 
-def rank_log_paths(run: RunDir, attempt: int | None) -> dict[str, str]:
+def rank_log_paths(run: RunDir, attempt: int | None) -> dict[str, Path]:
     """Return the paths of the logs of all ranks by key, the newest attempt first."""
     selected = [a for a in reversed(run.attempts()) if attempt in (None, a.n)]
-    return {f"{a.n}/{path.stem}": str(path) for a in selected for path in files.list_rank_logs(a)}
+    return {f"{a.n}/{path.stem}": path for a in selected for path in files.list_rank_logs(a)}
 
 
 def find_log(run: RunDir, key: str) -> Path:

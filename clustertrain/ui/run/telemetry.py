@@ -3,6 +3,7 @@ more."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ class TelemetryFeed:
         started = clock.monotonic()
         with _LIMIT:
             state = getattr(self._status.get().status, "state", None)
-            request = workers.SummaryRequest(run=str(self._run.path), state=state)
+            request = workers.SummaryRequest(run=os.fsencode(self._run.path), state=state)
             try:
                 document = workers.call(request, workers.SUMMARY_TIMEOUT_S, self._should_cancel)
                 error = None

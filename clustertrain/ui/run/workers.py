@@ -27,8 +27,8 @@ _MAX_ANSWER_BYTES = 256 * reading.MIB
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
     """Search for ``text``."""
 
-    logs: Mapping[str, str]
-    """Paths by key."""
+    logs: Mapping[str, bytes]
+    """Paths by key. A path need not be UTF-8; bytes become base64 in JSON."""
     text: str
     is_regex: bool
     out: str = ""
@@ -37,7 +37,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
 class SummaryRequest(msgspec.Struct, frozen=True, kw_only=True, tag="summary"):
     """Summarize the telemetry of the run in folder ``run``."""
 
-    run: str
+    run: bytes
     state: str | None
     """Of the run, as the scheduler knows it; None: unknown."""
     out: str = ""

@@ -70,6 +70,12 @@ def test_a_broken_cookie_header_is_no_token() -> None:
     assert answer.status_code == 401
 
 
+@pytest.mark.parametrize("other", ['state={"a": 1}', "a=b c", "word", "t@x=1", "path=/x", 'open="'])
+def test_odd_cookies_of_other_servers_do_not_hide_the_token(other: str) -> None:
+    cookies = f"{other}; clustertrain-ui-8470={TOKEN}"
+    assert stranger().get("/static/ui.css", headers={"cookie": cookies}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/", "/static/runs.js", "/nothing", "/api/runs"])
 def test_pages_load_nothing_from_elsewhere(path: str) -> None:
     answer = signed_in().get(path)

@@ -56,7 +56,9 @@ def test_a_sweep_whose_runs_are_damaged_or_gone(home: Path) -> None:
     assert client.get("/sweeps/lr-abcdef").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/sweeps/nothing", "/sweeps/.hidden", "/api/live/sweeps/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/sweeps/nothing", "/sweeps/.hidden", "/api/live/sweeps/nothing", f"/sweeps/{'x' * 5000}"]
+)
 def test_a_sweep_that_does_not_exist(home: Path, path: str) -> None:
     answer = signed_in().get(path)
     assert answer.status_code == 404 and "there is no sweep" in answer.text

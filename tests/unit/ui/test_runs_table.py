@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from clustertrain import proc
+from clustertrain.errors import CommandFailed
 from clustertrain.run.run_dir import RunDir, permission_error
 from clustertrain.scheduler import run_status
-from clustertrain.ui import runs_table
+from clustertrain.ui import details, runs_table
+from clustertrain.ui.rows import Details
 from clustertrain.ui.runs_table import RunsTable
 from tests import ui_home
 from tests.ui_home import Made
@@ -143,7 +149,16 @@ def test_a_home_that_may_not_be_read(home: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "path", ["/runs/nothing", "/runs/.hidden", "/runs/%2e%2e%2fsecret", "/static/../base.html.j2", "/x"]
+    "path",
+    [
+        "/runs/nothing",
+        "/runs/.hidden",
+        "/runs/%2e%2e%2fsecret",
+        "/static/../base.html.j2",
+        "/x",
+        f"/runs/{'x' * 5000}",
+        f"/api/live/runs/{'x' * 5000}",
+    ],
 )
 def test_what_does_not_exist_says_so(home: Path, path: str) -> None:
     answer = signed_in().get(path)
@@ -189,13 +204,40 @@ def test_details_come_from_a_child_process_and_are_kept(home: Path) -> None:
     table.refresh(wait=True)
     assert table._details._thread is not None
     table._details._thread.join()
-    details = table.document()["rows"][0].details
-    assert details is not None and details.error is None and details.critical + details.warning > 0
-    assert details.utilization == pytest.approx(0.93 / 2, abs=0.2) and len(details.spark) > 3
-    assert details.idle_gpu_hours > 0
+    found = table.document()["rows"][0].details
+    assert found is not None and found.error is None and found.critical + found.warning > 0
+    assert found.utilization == pytest.approx(0.93 / 2, abs=0.2) and len(found.spark) > 3
+    assert found.idle_gpu_hours > 0
     table.close()
     again = RunsTable()
     again.refresh(wait=True)
-    assert again.document()["rows"][0].details == details, "from the cache"
+    assert again.document()["rows"][0].details == found, "from the cache"
     assert not any(path.name.startswith("ui") for path in run.path.iterdir())
     again.close()
+
+
+def test_a_run_whose_details_cannot_be_computed_does_not_hide_those_of_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [ui_home.make_run(home, NOW, small(f"r{i}"), seed=i) for i in range(3)]
+    odd = runs[1].path.rename(Path(os.fsdecode(os.fsencode(runs[1].path) + b"\xff")))
+    requests: list[details.Request] = []
+
+    def run_child(argv: Sequence[str], data: bytes, **_: object) -> None:
+        """Do what the child process does, which is killed at one run."""
+        request = msgspec.json.decode(data, type=details.Request)
+        requests.append(request)
+        with Path(request.out).open("ab") as out:
+            for i, (path, _) in enumerate(request.runs):
+                if path == os.fsencode(odd):
+                    raise CommandFailed("out of memory")
+                out.write(msgspec.json.encode(details.Answer(i, Details(utilization=0.5))) + b"\n")
+
+    monkeypatch.setattr(proc, "run_with_stdin", run_child)
+    found: dict[str, Details] = {}
+    reader = details.DetailsReader(lambda known, _: found.update({w.run.id: d for w, d in known.items()}))
+    wanted = [details.Wanted(RunDir(path), None, (), True) for path in (runs[0].path, odd, runs[2].path)]
+    reader._compute(wanted)
+    assert found == {runs[0].id: Details(utilization=0.5), odd.name: Details(error="out of memory")}
+    reader._compute(wanted[2:])
+    assert found[runs[2].id].utilization == 0.5, "it comes next"

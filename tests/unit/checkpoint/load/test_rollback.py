@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clustertrain.checkpoint.core import retention
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.load import rollback
@@ -112,3 +113,12 @@ def test_unreadable_record_is_an_error(tmp_path: Path) -> None:
     (tmp_path / rollback.RECORD_FILE).write_text('[{"last_step": ')
     with pytest.raises(CheckpointError, match="cannot be read"):
         rollback.excluded_ranges(tmp_path)
+
+
+def test_special_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / rollback.RECORD_FILE).symlink_to("/dev/null")  # a FIFO would block, /dev/zero would never end
+    with pytest.raises(CheckpointError, match="is a device"):
+        rollback.read_records(tmp_path)
+    (tmp_path / index.COMMITTED).symlink_to("/dev/null")
+    with pytest.raises(CheckpointError, match="is a device"):
+        retention.read_marker(tmp_path)

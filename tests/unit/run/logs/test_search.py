@@ -69,3 +69,11 @@ def test_line_longer_than_a_block_is_searched(tmp_path: Path, monkeypatch: pytes
 def test_bad_pattern_is_an_error_of_the_user(pattern: str) -> None:
     with pytest.raises(UsageError, match="not a regular expression"):
         compile_pattern(pattern, "--grep")
+
+
+def test_of_a_long_line_the_part_around_the_match_is_returned(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("x" * 30_000 + "needle" + "y" * 30_000 + "\n")
+    (match,) = run([path], find_text("needle")).matches
+    assert match.offset == 0 and match.text.startswith("…xxx") and match.text.endswith("yyy…")
+    assert "needle" in match.text and len(match.text) == search.MAX_MATCH_CHARACTERS + 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +179,7 @@ def test_endless_regular_expression_is_ended(client: TestClient, run: RunDir, mo
     monkeypatch.setattr(workers, "_START_S", 0.0)
     response = client.get(f"/api/runs/{run.id}/logs/search", params={"text": "^(a+)+$", "regex": "1"})
     assert response.status_code == 500 and "did not end within" in response.json()["error"]
+    assert "the search did not finish" in response.json()["error"] and response.json()["fix"]
 
 
 def test_setup_has_recipe_plan_code_and_no_secret(client: TestClient, run: RunDir) -> None:
@@ -240,3 +243,31 @@ def test_telemetry_is_computed_in_a_child_process(client: TestClient, run: RunDi
 def test_parameters_are_checked(client: TestClient, run: RunDir) -> None:
     response = client.get(f"/api/runs/{run.id}/logs/lines", params={"key": "job", "before": "-5"})
     assert response.status_code == 400 and "is not a number" in response.json()["error"]
+
+
+def test_failure_of_the_file_system_is_no_defect(run: RunDir) -> None:
+    write_log(run, 0, "")
+    signed = signed_in()
+    client = TestClient(signed.app, base_url=str(signed.base_url), cookies=dict(signed.cookies))  # raises defects
+    response = client.get(f"/api/runs/{run.id}/logs/lines", params={"key": "1/agent-" + "x" * 255})
+    assert response.status_code == 500 and "File name too long" in response.json()["error"], response.text
+
+
+def test_device_in_place_of_a_record_of_checkpoints_is_named(client: TestClient, run: RunDir) -> None:
+    (run.checkpoints / "step-00000100").mkdir(parents=True)
+    (run.checkpoints / "rolled-back.json").symlink_to("/dev/null")  # /dev/zero would never end
+    response = client.get(f"/api/runs/{run.id}/checkpoints")
+    assert response.status_code == 500 and "rolled-back.json: is a device" in response.json()["error"]
+
+
+def test_run_in_a_folder_that_is_not_utf_8(
+    client: TestClient, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    (home / "runs").mkdir(parents=True)
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(home))
+    moved = RunDir(run.path.rename(home / "runs" / run.id))
+    write_log(moved, 0, "a needle\n")
+    live_runs.record(moved, "n1", clock.now())
+    assert get(client, f"/api/runs/{run.id}/logs/search", text="needle")["matches"]
+    assert get(client, f"/api/runs/{run.id}/telemetry")["data"]["gpus"]
