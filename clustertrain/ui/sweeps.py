@@ -125,7 +125,7 @@ def routes(state: UiState) -> list[Route]:
     sweeps = Sweeps(state.table)
 
     def show_all(request: Request) -> Response:
-        state.table.read_all()
+        state.table.refresh()  # a sweep asks for the statuses that are not known yet
         return state.pages.render("sweeps.html.j2", "sweeps", sweeps=sweeps.list_rows())
 
     def show(request: Request) -> Response:
@@ -136,7 +136,7 @@ def routes(state: UiState) -> list[Route]:
         return state.pages.render("sweep.html.j2", "sweeps", sweep=request.path_params["name"], data=data)
 
     def results(request: Request) -> Response:
-        state.table.read_all()
+        state.table.refresh()  # a sweep asks for the statuses that are not known yet
         return json_response(sweeps.topic(request.path_params["name"]).read())
 
     async def live(request: Request) -> Response:
