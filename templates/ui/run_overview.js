@@ -2,7 +2,7 @@
 import { createAxis } from "./axis.js";
 import { createChart, fillLegend, line } from "./chart.js";
 import { duration, svg } from "./format.js";
-import { card, command, el, number, percent, problem, stateBadge, stepTime, table, timeOf, whole } from "./run_parts.js";
+import { card, command, el, number, percent, problem, stateBadge, stepTime, swatch, table, timeOf, whole } from "./run_parts.js";
 
 const MOST_NOTES = 6; // shown without asking
 const MOST_DOTS = 100;
@@ -109,9 +109,7 @@ function showTime({ box, body }, status) {
   for (const { key, label, seconds, share } of parts) {
     svg("rect", { x: 100 * left, width: 100 * share, height: 10, class: `part-${key}` }, bar);
     left += share;
-    const swatch = svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" });
-    svg("rect", { width: 10, height: 10, class: `part-${key}` }, swatch);
-    list.append(el("li", "", swatch, label, " ", el("b", "", duration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
+    list.append(el("li", "", swatch(key), label, " ", el("b", "", duration(seconds)), ` ${percent(share, share < 0.01 ? 1 : 0)}`));
   }
   body.replaceChildren(bar, list);
 }

@@ -1,5 +1,5 @@
 // What the tabs of a run's page share: the run and its data, requests, small elements. All text is inserted as text.
-import { age, BADGES } from "./format.js";
+import { age, BADGES, svg } from "./format.js";
 import { PackedTable, unpack } from "./packed.js";
 import { fresh, showTimes } from "./text.js";
 
@@ -47,6 +47,13 @@ export function formatBytes(bytes) {
 export function stepTime(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   return seconds < 1 ? `${number(seconds * 1000, 3)} ms` : `${number(seconds, 3)} s`;
+}
+
+// The color of a part of the goodput bar.
+export function swatch(part) {
+  const box = svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" });
+  svg("rect", { width: 10, height: 10, class: `part-${part}` }, box);
+  return box;
 }
 
 // A titled box. Returns { box, body }.

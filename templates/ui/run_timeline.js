@@ -1,16 +1,20 @@
 // Attempts, phases and events on one time axis, and the events as a table.
 import { createAxis } from "./axis.js";
-import { card, el, once, problem, table, timeOf } from "./run_parts.js";
+import { card, el, once, problem, swatch, table, timeOf } from "./run_parts.js";
 import { createTimeline } from "./timeline.js";
 
 const MOST_EVENTS = 200;
+// The parts of the goodput bar that have the colors of the phases in templates/parts/timeline.js.
+const PARTS = { training: "productive", "start-up": "startup", restore: "restore", evaluation: "evaluation", checkpoint: "checkpoint_stall", shutdown: "queue" };
 
 export function create(panel, run) {
   const chart = card("Timeline");
   const events = card("Events");
   const figure = el("figure");
   const about = el("p", "about");
-  chart.body.append(about, figure);
+  const key = el("ul", "parts");
+  key.setAttribute("aria-label", "Phases");
+  chart.body.append(about, figure, key);
   const lanes = el("select");
   lanes.id = "event-lane";
   lanes.onchange = () => showEvents();
@@ -37,6 +41,8 @@ export function create(panel, run) {
     }
     const { attempts, marks, lanes: names, notes, problems } = view.data;
     about.replaceChildren(notes.join(" "), ...problems.map((text) => problem(`Not read: ${text}`)));
+    const present = new Set(view.data.phases.map(([, , phase]) => phase));
+    key.replaceChildren(...Object.keys(PARTS).filter((phase) => present.has(phase)).map((phase) => el("li", "", swatch(PARTS[phase]), phase)));
     const chosen = lanes.value;
     lanes.replaceChildren(new Option("All events", ""), ...names.map((name) => new Option(name, name)));
     lanes.value = names.includes(chosen) ? chosen : "";

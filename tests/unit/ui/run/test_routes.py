@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ def test_page_has_a_tab_per_part(client: TestClient, run: RunDir) -> None:
     assert client.get("/runs/nothing-abc234").status_code == 404
     for path in ("/runs/%2e%2e", "/runs/..%2f..%2fetc", "/api/runs/%00"):
         assert client.get(path).status_code == 404, path
+
+
+def test_page_names_every_module_that_it_imports(client: TestClient, run: RunDir) -> None:
+    """A module that is not named in the page is one more round trip, one after another."""
+    named = set(re.findall(r'href="/static/([a-z_]+\.js)"', client.get(f"/runs/{run.id}").text))
+    imported: set[str] = set()
+    pending = {"run.js"}
+    while pending:
+        name = pending.pop()
+        imported.add(name)
+        response = client.get(f"/static/{name}")
+        assert response.status_code == 200, name
+        pending |= set(re.findall(r'^import .*"\./([a-z_]+\.js)";$', response.text, re.MULTILINE)) - imported
+    assert imported - {"run.js"} == named
 
 
 def test_overview_has_the_keys_of_status(client: TestClient, run: RunDir) -> None:
