@@ -24,6 +24,7 @@ from clustertrain.ui.state import UiState, find_run, is_file_name
 
 DISCONNECT_POLL_S = 0.3
 DEFAULT_LINES = 500
+FIRST_STATUS_S = 0.3  # that the page waits for the status; later, its stream brings it
 TABS = (
     ("overview", "Overview"),
     ("training", "Training"),
@@ -42,8 +43,10 @@ def routes(state: UiState) -> list[Route]:
         return feeds.get(find_run(request.path_params["run_id"]), lambda: state.hub.is_closed)
 
     def show(request: Request) -> Response:
-        run = find_run(request.path_params["run_id"])
-        return state.pages.render("run.html.j2", "runs", run=run.id, tabs=TABS, data={"run": run.id})
+        feed = find_feed(request)
+        view = feed.status.get_soon(FIRST_STATUS_S)
+        data = {"run": feed.run.id, "status": overview.describe(view) if view is not None else None}
+        return state.pages.render("run.html.j2", "runs", run=feed.run.id, tabs=TABS, data=data)
 
     def api(describe: Callable[[Request, RunFeed], Any], path: str) -> Route:
         def answer(request: Request) -> Response:

@@ -18,7 +18,8 @@ import { byId, showTimes } from "./text.js";
 const MODULES = { overview, training, gpus, timeline, logs, setup, checkpoints };
 const AGES_MS = 5_000;
 
-const run = new Run(JSON.parse(byId("data").textContent).run);
+const first = JSON.parse(byId("data").textContent);
+const run = new Run(first.run);
 run.curves = new Curves(run);
 const tabs = [...document.querySelectorAll('[role="tab"]')];
 const views = new Map();
@@ -134,6 +135,7 @@ function receive(change) {
 }
 
 wireTabs();
+if (first.status) receive({ status: first.status });
 open();
 watch(`/api/live/runs/${encodeURIComponent(run.id)}`, null, receive);
 setInterval(() => {

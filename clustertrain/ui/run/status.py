@@ -52,12 +52,19 @@ class StatusFeed:
             assert self._view is not None
             return self._view
 
+    def get_soon(self, timeout_s: float) -> StatusView | None:
+        """Return the status if it is known within ``timeout_s``: a scheduler may take long to answer."""
+        if self._view is None:
+            thread = threading.Thread(target=self.get, name="ui-run-status", daemon=True)
+            thread.start()
+            thread.join(timeout_s)
+        return self._view
+
     def refresh(self) -> bool:
-        """Return whether the status has changed. What takes long continues in a thread."""
+        """Return whether the status has changed since it was read first. What takes long continues in a thread."""
         before = self._view
         if before is None:
-            self.get()
-            return True
+            return False
         if self._is_due() and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._query_locked, name="ui-run-status", daemon=True)
             self._thread.start()

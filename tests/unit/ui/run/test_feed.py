@@ -18,6 +18,7 @@ def feed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunFeed:
     monkeypatch.setattr(telemetry.TelemetryFeed, "start_if_due", lambda self: None)
     monkeypatch.setattr(status, "MAX_SHARE", 1e9)  # no pause between two queries
     feed = RunFeed(run)
+    feed.status.get()
     feed.refresh()
     return feed
 

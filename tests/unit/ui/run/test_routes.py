@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 
 from clustertrain import clock, fsio
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.run_status import Unreadable
 from clustertrain.ui.run import logs as run_logs
 from clustertrain.ui.run import workers
 from tests.unit.report import live_runs
@@ -45,6 +47,19 @@ def test_page_has_a_tab_per_part(client: TestClient, run: RunDir) -> None:
     assert client.get("/runs/nothing-abc234").status_code == 404
     for path in ("/runs/%2e%2e", "/runs/..%2f..%2fetc", "/api/runs/%00"):
         assert client.get(path).status_code == 404, path
+
+
+def test_page_has_the_status_unless_it_takes_long(
+    client: TestClient, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clustertrain.ui.run_page.FIRST_STATUS_S", 60.0)
+    assert '"state":"running"' in client.get(f"/runs/{run.id}").text
+    answered = threading.Event()
+    unreadable = Unreadable(run, "the scheduler is slow")
+    monkeypatch.setattr("clustertrain.ui.run.status.run_statuses", lambda runs: answered.wait(60) and [unreadable])
+    monkeypatch.setattr("clustertrain.ui.run_page.FIRST_STATUS_S", 0.01)
+    assert '"status":null' in signed_in().get(f"/runs/{run.id}").text
+    answered.set()
 
 
 def test_page_names_every_module_that_it_imports(client: TestClient, run: RunDir) -> None:
