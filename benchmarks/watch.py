@@ -108,8 +108,10 @@ def _running_job(slurm: Cluster, folder: Path) -> Iterator[_Job]:
     stub = build_stub(folder)
     env = {**slurm.env, "CLUSTERTRAIN_HOME": str(folder / "home"), "PYTHONPATH": str(measure.ROOT)}
     env |= {"LD_LIBRARY_PATH": str(stub.folder), "NVML_STUB_DEVICES": str(GPUS), "OPENBLAS_NUM_THREADS": "1"}
-    work = folder / "job"
+    work, temporary = folder / "job", folder / "tmp"
     work.mkdir()
+    temporary.mkdir()
+    env["TMPDIR"] = str(temporary)
     (work / "rank.py").write_text(_RANK)
     script = f"#!/bin/sh\nexec srun {sys.executable} rank.py {work}\n"
     (work / "job.sh").write_text(script)
@@ -239,15 +241,14 @@ def _measure_steps(job: _Job) -> dict[str, Any]:
 
 def _measure_cycles(job: _Job) -> dict[str, Any]:
     """Attach and detach; return what is left."""
-    temporary, files = set(Path(tempfile.gettempdir()).iterdir()), _list_files(job.folder)
+    files, temporary = _list_files(job.folder), Path(job.env["TMPDIR"])
     steps, began = job.list_steps(), time.perf_counter()
     argv = [sys.executable, "-m", "benchmarks.watch", job.number]
     subprocess.run(argv, env=job.env, cwd=measure.ROOT, check=True, timeout=CYCLES * TIMEOUT_S)
     seconds = time.perf_counter() - began
     with contextlib.suppress(CannotRun):
         _wait(lambda: job.list_steps() == steps, "the end of the steps")
-    new_files = {p for p in set(Path(tempfile.gettempdir()).iterdir()) - temporary if p.name.startswith("clustertrain")}
-    left = [*map(str, _list_samplers()), *sorted(job.list_steps() - steps), *map(str, new_files)]
+    left = [*map(str, _list_samplers()), *sorted(job.list_steps() - steps), *map(str, temporary.iterdir())]
     left += sorted(_list_files(job.folder) - files)
     runs = list((Path(job.env["CLUSTERTRAIN_HOME"]) / "runs").iterdir())
     return {"cycles": CYCLES, "mean_s": round(seconds / CYCLES, 2), "left": left, "run_folders": len(runs)}

@@ -135,8 +135,12 @@ def test_job_that_ends_while_it_is_watched(
     assert ended.returncode == 1 and f"job {number} has ended: COMPLETED" in ended.stderr
 
 
-def test_nothing_is_left_after_ctrl_c_and_after_a_kill(env: dict[str, str], cluster: Cluster, job: str) -> None:
-    temporary = {p.name for p in Path("/tmp").glob("clustertrain*")}
+def test_nothing_is_left_after_ctrl_c_and_after_a_kill(
+    env: dict[str, str], cluster: Cluster, job: str, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {**env, "TMPDIR": str(temporary)}
     for number in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
         argv = [*INTERRUPTIBLE, *CLI, "watch", job]
         with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as command:
@@ -149,7 +153,7 @@ def test_nothing_is_left_after_ctrl_c_and_after_a_kill(env: dict[str, str], clus
             lambda: not list_samplers(env) and not list_watch_steps(cluster), 20, "the end of the samplers"
         )
     assert cluster.run("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() == "RUNNING"
-    assert {p.name for p in Path("/tmp").glob("clustertrain*")} == temporary
+    assert list(temporary.iterdir()) == []
     # The steps of the job itself still get all of its cores, memory and GPUs.
     done = cluster.run("srun", f"--jobid={job}", "--overlap", "-N4", "-n8", "--mem=4000", "--gres=gpu:2", "hostname")
     assert sorted(done.stdout.split()) == sorted(2 * NODES)
