@@ -14,6 +14,7 @@ from clustertrain import fsio, reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.report import eta
 from clustertrain.run import endings, event_types, events, json_files, metrics_file, results, state
+from clustertrain.run.logs import files
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import RunStatus
@@ -143,22 +144,26 @@ def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:
     If torchrun failed and not the ranks, yield one failure per node.
     """
     try:
-        files = sorted(attempt.results.glob("*.json"))
+        paths = sorted(attempt.results.glob("*.json"))
     except OSError:
         return
-    nodes = [node for path in files if (node := _load_node(path)) is not None]
+    nodes = [node for path in paths if (node := _load_node(path)) is not None]
     launchers = [node for node in nodes if node.kind == "launcher"]
     for node in launchers:
         log = attempt.logs / f"agent-{node.node}.log"
         yield Failure(
-            rank=None, node=node.node, reason=_one_line(node.message), log=str(log), lines=last_lines(read_tail(log))
+            rank=None,
+            node=node.node,
+            reason=_one_line(node.message),
+            log=str(log),
+            lines=last_lines(_read_log_end(attempt, log)),
         )
     if launchers:
         return
     node_of = {id(rank): node.node for node in nodes for rank in node.ranks}
     for rank in results.sort_failures([rank for node in nodes for rank in node.ranks]):
         log, error = attempt.rank_log(rank.rank), rank.error
-        text = (error.traceback if error else None) or read_tail(log)
+        text = (error.traceback if error else None) or _read_log_end(attempt, log)
         reason = f"{error.type}: {error.message}" if error else rank.reason
         yield Failure(
             rank=rank.rank,
@@ -167,6 +172,10 @@ def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:
             log=str(log),
             lines=last_lines(text),
         )
+
+
+def _read_log_end(attempt: AttemptDir, log: Path) -> str:
+    return "" if files.leads_outside(attempt, log) else read_tail(log)
 
 
 def _load_node(path: Path) -> results.NodeResult | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,12 +87,21 @@ def resolve_run(name: str) -> RunDir:
 
 
 def _check_name(name: str) -> None:
-    """Raise UsageError if ``name`` is blank: `cancel "$JOB"` with an empty variable must not cancel the newest run."""
+    """Raise an error for a name that no file can have.
+
+    Raises:
+        UsageError: it is blank. `cancel "$JOB"` with an empty variable must not cancel the newest run.
+        NotFound: it has a NUL, or characters that cannot be encoded.
+    """
     if not name.strip():
         raise UsageError(
             f"RUN is {name!r}: not a run (an empty shell variable?)",
             fix="name a run, or use latest for the newest",
         )
+    with contextlib.suppress(UnicodeEncodeError):
+        if b"\0" not in os.fsencode(name):
+            return
+    raise NotFound(f"no run {name!r} in {settings.home()}", fix="`clustertrain list` shows the runs")
 
 
 def _is_denied(path: Path) -> bool:

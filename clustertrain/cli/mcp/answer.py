@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from mcp_types import CallToolResult, TextContent
 from clustertrain.errors import ClusterTrainError
 from clustertrain.printable import printable
 from clustertrain.report.html.text import clean
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 Document = dict[str, Any]
@@ -49,6 +52,9 @@ def as_tool(function: Callable[P, Document]) -> Callable[P, CallToolResult]:
                 text = e.format_message()
             except OSError as e:
                 text = f"{e.filename or 'a file'}: {e.strerror or e}"
+            except Exception as e:
+                log.exception("defect in the tool %s", function.__name__)
+                text = f"a defect of clustertrain: {type(e).__name__}: {e}\nfix: tell the user to report it"
         raise ToolError(printable(text)[:MAX_ERROR_CHARACTERS])
 
     return call

@@ -15,7 +15,7 @@ from clustertrain.cli.mcp.answer import Document
 from clustertrain.cli.recipe import explain_keys
 from clustertrain.cli.telemetry import read_summary
 from clustertrain.cli.times import parse_moment
-from clustertrain.errors import NotFound, UsageError
+from clustertrain.errors import NotFound, PermissionDenied, UsageError
 from clustertrain.report.documents.encode import to_document
 from clustertrain.report.documents.runs import build_list
 from clustertrain.report.documents.status import build_status
@@ -103,6 +103,8 @@ def read_log(
                 f"{found.id} has no such log yet",
                 fix="run_status shows its attempts, nodes and the path of its log; job logs begin before ranks do",
             )
+        if files.leads_outside(found, paths[-1]):
+            raise PermissionDenied(f"{paths[-1]}: a link to a file outside of the run", fix="ask the user to read it")
         window = lines.read_before(paths[-1], None, count)
     shown = _keep_last([clean_log_line(line.text)[:MAX_LINE_CHARACTERS] for line in window.lines])
     document = {"run": found.id, "file": str(paths[-1]), "size_bytes": window.size, "lines": shown}
@@ -126,7 +128,7 @@ def search_logs(
     """Find lines in the logs of all ranks, nodes and the job of a run."""
     found = find_run(run)
     with explain_permission_errors():
-        paths = _all_logs(found, attempt)
+        paths = [path for path in _all_logs(found, attempt) if not files.leads_outside(found, path)]
         result = search.search(paths, search.find_text(text), max_matches=limit, timeout_s=SEARCH_TIMEOUT_S)
     matches = [
         {"file": str(m.path.relative_to(found.path)), "line": clean_log_line(m.text)}

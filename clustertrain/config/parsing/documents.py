@@ -188,13 +188,16 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}", fix="make it readable, or name another file") from e
 
 
+MAX_SHOWN_LINE = 200  # characters of a wrong line
+
+
 def parse_toml(text: str, source: str) -> dict[str, Any]:
     """Parse TOML. Raise ConfigError, which has ``source``, if ``text`` is not TOML."""
     try:
         return toml_parser.loads(text, source)
     except tomllib.TOMLDecodeError as e:
         match = re.search(r"at line (\d+)", str(e))
-        line = text.split("\n")[int(match[1]) - 1].strip() if match else ""
+        line = text.split("\n")[int(match[1]) - 1].strip()[:MAX_SHOWN_LINE] if match else ""
         message = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
         raise ConfigError(message, fix=suggestions.suggest_for_bare_word(line)) from e
 

@@ -44,6 +44,17 @@ def list_rank_logs(attempt: AttemptDir) -> list[Path]:
     return [path for _, path in sorted((rank, path) for rank, path in ranks if rank is not None)]
 
 
+def leads_outside(run_or_attempt: RunDir | AttemptDir, path: Path) -> bool:
+    """Return whether ``path``, in the folder of a run or attempt, is a link to a file elsewhere.
+
+    The owner of a run may have planted it, so that whoever looks at the run reads a file that the owner may not read.
+    """
+    try:
+        return not path.resolve().is_relative_to(run_or_attempt.path.resolve())
+    except (OSError, RuntimeError):  # a link to itself
+        return True
+
+
 def rank_of(path: Path) -> int | None:
     """Return the rank that wrote a log; None for a file that is no rank's log."""
     match = _RANK_LOG.fullmatch(path.name)

@@ -21,6 +21,7 @@ from clustertrain.cli.mcp.command import mcp
 from clustertrain.cli.mcp.server import build_server
 from clustertrain.cli.skill import read_skill
 from clustertrain.errors import UnsuitableEnvironment
+from clustertrain.run.logs import search
 from clustertrain.run.run_dir import RunDir
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
@@ -166,6 +167,8 @@ def test_keys_are_explained_and_checkpoints_listed(run: RunDir) -> None:
     [
         ("run_status", {"run": "no-such"}, "fix: "),
         ("run_status", {"run": "../../etc"}, "no run"),
+        ("run_status", {"run": "a\0b"}, "no run"),
+        ("run_status", {"run": "\ud800"}, "no run"),
         ("explain_recipe_key", {"key": "optim.lrr"}, "optim.lr"),
         ("compare_runs", {"runs": ["latest", "latest"]}, "two or more"),
         ("list_runs", {"since": "soon"}, "neither a duration nor a time"),
@@ -181,6 +184,26 @@ def test_keys_are_explained_and_checkpoints_listed(run: RunDir) -> None:
 def test_errors_say_what_to_do(run: RunDir, tool: str, arguments: dict[str, Any], said: str) -> None:
     answer = call(tool, **arguments)
     assert isinstance(answer, str) and said.lower() in answer.lower() and "Traceback" not in answer
+
+
+def test_links_out_of_a_run_are_not_followed(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2 is the password\n")
+    for name in ("rank-1.log", "rank-5.log"):
+        (run.attempt(1).logs / name).symlink_to(tmp_path / "secret")
+    result = {"node": "b", "ending": "failed", "kind": "user_error", "ranks": [{"rank": 5, "ending": "failed"}]}
+    fsio.write_json(run.attempt(1).result_path("b"), result)
+    assert "outside of the run" in call("read_log", rank=1)
+    for tool, arguments in (("search_logs", {"text": "password"}), ("failures", {}), ("run_status", {})):
+        assert "hunter2" not in json.dumps(call(tool, **arguments)), tool
+    assert call("failures")["failures"][0]["log"].endswith("rank-5.log")
+
+
+def test_a_defect_is_described(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("dictionary changed size")
+
+    monkeypatch.setattr(search, "search", fail)
+    assert "defect of clustertrain: RuntimeError: dictionary changed" in call("search_logs", text="x")
 
 
 def test_answers_are_bounded(run: RunDir) -> None:

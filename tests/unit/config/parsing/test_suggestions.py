@@ -65,6 +65,12 @@ def test_invalid_toml_line_is_shown(line: str, fix: str | None) -> None:
     assert caught.value.message.endswith(f"): {line}") and caught.value.fix == fix
 
 
+def test_of_a_long_invalid_toml_line_the_beginning_is_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_toml("[" * 100_000, "recipe.toml")
+    assert "[[[[" in caught.value.message and len(caught.value.message) < 400
+
+
 def test_toml_error_without_line() -> None:
     with pytest.raises(ConfigError, match=r"at end of document\)$"):
         parse_toml("[table", "recipe.toml")
