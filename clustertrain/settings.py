@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,6 +136,14 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
         return expand_user_path(explicit, HOME).absolute()
     data = environ.get(XDG_DATA_HOME) or "~/.local/share"
     return expand_user_path(data, XDG_DATA_HOME).absolute() / "clustertrain"
+
+
+def user_name() -> str:
+    """Return the name of the user; the uid if it has none, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
+import contextlib
+import html
 import os
 import socket
+import tempfile
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -28,27 +31,51 @@ def ui(port: int | None, home: str | None, no_browser: bool) -> int:
     pages to your own machine.
     """
     if home is not None:
-        os.environ[settings.HOME] = str(_check_home(Path(home)))
+        os.environ[settings.HOME] = str(_check_home(home))
     from clustertrain.ui import server
 
     listener = server.bind(port)
     port, token = listener.getsockname()[1], server.make_token()
     url = server.format_url(port, token)
     click.echo(f"{url}\nCtrl-C ends it.")
-    if no_browser or not has_browser(os.environ) or not webbrowser.open(url):
-        click.echo(
-            "No browser here? On your own machine, run the next line, then open the address above:\n"
-            f"  ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.getfqdn()}"
-        )
-    server.serve(listener, token)
+    with _open_browser(url) if not no_browser and has_browser(os.environ) else contextlib.nullcontext(False) as opened:
+        if not opened:
+            click.echo(
+                "No browser here? On your own machine, run the next line, then open the address above:\n"
+                f"  ssh -L {port}:127.0.0.1:{port} {settings.user_name()}@{socket.getfqdn()}"
+            )
+        server.serve(listener, token)
     return 0
 
 
-def _check_home(folder: Path) -> Path:
+@contextlib.contextmanager
+def _open_browser(url: str) -> Iterator[bool]:
+    """Open ``url`` in a browser, and yield whether one was found.
+
+    The browser opens a file of the user that leads to ``url``: all users of the machine can read the arguments of a
+    process, so the token must not be one.
+    """
+    folder = settings.cache_folder() / "ui"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd, name = tempfile.mkstemp(prefix="open-", suffix=".html", dir=folder)
+    except OSError:
+        yield False
+        return
+    try:
+        with os.fdopen(fd, "w") as page:
+            page.write(f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={html.escape(url)}">\n')
+        yield webbrowser.open(Path(name).as_uri())
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _check_home(home: str) -> Path:
     """Return the absolute path of a home. Raise NotFound if it is none."""
-    if not folder.is_dir():
-        raise NotFound(f"--home {folder}: no such folder", fix="pass the folder that holds runs/")
+    folder = Path(home)
+    if not home or not folder.is_dir():  # Path("") is the current folder
+        raise NotFound(f"--home {home!r}: no such folder", fix="pass the folder that holds runs/")
     path = folder.resolve()
     if path.name == "runs" and not (path / "runs").is_dir():
-        raise NotFound(f"--home {folder}: a folder of runs, not a home", fix=f"pass the folder above: {path.parent}")
+        raise NotFound(f"--home {home!r}: a folder of runs, not a home", fix=f"pass the folder above: {path.parent}")
     return path

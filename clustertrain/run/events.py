@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, settings
 from clustertrain.run import endings, event_types, safe_names
 from clustertrain.run.json_files import convert_leniently, has_type, is_number
 from clustertrain.run.run_dir import AttemptDir, RunDir
@@ -61,7 +60,7 @@ def log_user_event(run: RunDir, event: str, /, **fields: object) -> None:
     """Append an event of what the user asked for by a command."""
     with fsio.group_umask(run.path):
         log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
-    log.write(event, user=getpass.getuser(), **fields)
+    log.write(event, user=settings.user_name(), **fields)
     log.close()
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, settings
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.run import events, state
 from clustertrain.run.attempts import list_job_ids
@@ -49,7 +48,7 @@ def cancel_runs(runs: Sequence[RunDir]) -> Cancellation:
     already_cancelling = {s.run for s in active if s.is_cancelling}
     # The markers come first: a process that is deciding about a run now must see it before the job is gone.
     for current in active:
-        fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "user": getpass.getuser()})
+        fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "user": settings.user_name()})
         events.log_user_event(current.run, "cancelled")
     cancelling, notes = _cancel_jobs(active)
     repeated = [

@@ -6,7 +6,6 @@ other command reads the file (docs/decisions/0033).
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from clustertrain import clock, fsio, reading
+from clustertrain import clock, fsio, reading, settings
 from clustertrain.errors import ClusterTrainError, SchedulerError
 from clustertrain.run import event_types, events, json_files
 from clustertrain.run.run_dir import AttemptDir, RunDir
@@ -151,7 +150,7 @@ class Continuation:
 def _build_claim() -> dict[str, Any]:
     created = psutil.Process().create_time()
     return {
-        "user": getpass.getuser(), "host": socket.gethostname(), "pid": os.getpid(), "created": created,
+        "user": settings.user_name(), "host": socket.gethostname(), "pid": os.getpid(), "created": created,
         "t": clock.now(),
     }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ import clustertrain
 from clustertrain import clock
 from clustertrain.errors import CommandFailed
 from clustertrain.run.rank_python import list_packages
+from clustertrain.settings import user_name
 from clustertrain.submit import git
 from clustertrain.submit.secret_files import is_likely_secret
 
@@ -28,7 +28,7 @@ def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str
     """Return the record of a submission. ``repository`` is the root of the user's code if it is a git repository."""
     return {
         "time": clock.now(),
-        "user": _get_user(),
+        "user": user_name(),
         "host": socket.gethostname(),
         "cwd": str(cwd),
         "argv": redact_argv(argv),
@@ -93,10 +93,3 @@ def _diff(repository: Path, settings: Sequence[str]) -> str:
     names = git.run(repository, *base_args, "--name-only", "-z", "HEAD", settings=settings).stdout.split("\0")
     exclusions = [f":(top,exclude,literal){name}" for name in names if is_likely_secret(name)]
     return git.run(repository, *base_args, "HEAD", "--", ":(top)", *exclusions, settings=settings).stdout
-
-
-def _get_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a uid without a name, as in many containers
-        return str(os.getuid())

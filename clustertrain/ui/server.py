@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -145,7 +146,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(listener: socket.socket, token: str) -> None:
-    """Serve until SIGINT or SIGTERM. Raise as :func:`build_app`."""
+    """Serve until SIGINT, SIGTERM or, unless it is ignored, SIGHUP. Raise as :func:`build_app`."""
     state = UiState()
     # The browser takes a moment to start, in which most of the table is read.
     threading.Thread(target=state.table.refresh, name="ui-first-look", daemon=True).start()
@@ -157,5 +158,8 @@ def serve(listener: socket.socket, token: str) -> None:
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
+    server = _Server(config, state)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the terminal was closed; nohup has it ignored
+        signal.signal(signal.SIGHUP, server.handle_exit)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
-        _Server(config, state).run(sockets=[listener])
+        server.run(sockets=[listener])

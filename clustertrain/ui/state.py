@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 
+from clustertrain import settings
 from clustertrain.errors import NotFound
 from clustertrain.run.run_dir import RunDir, explain_permission_errors, open_run, runs_folder
 from clustertrain.ui.live import Hub
 from clustertrain.ui.pages import Pages
 from clustertrain.ui.runs_table import RunsTable
-
-MAX_NAME_BYTES = 255  # NAME_MAX of Linux
 
 
 class UiState:
@@ -30,7 +29,8 @@ class UiState:
 
 def is_file_name(name: str) -> bool:
     """Return whether ``name`` can be that of a run or sweep: with a slash, or `..`, it would leave their folder."""
-    return not name.startswith(".") and not {"/", "\0"} & set(name) and len(os.fsencode(name)) <= MAX_NAME_BYTES
+    is_short = len(os.fsencode(name)) <= settings.MAX_NAME_BYTES
+    return is_short and not name.startswith(".") and "/" not in name and "\0" not in name
 
 
 def find_run(run_id: str) -> RunDir:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+
+import pytest
+
 from clustertrain import settings
 
 USER_ENV = {
@@ -45,3 +50,11 @@ def test_sbatch_defaults_stay_outside_an_allocation() -> None:
     defaults = {"SBATCH_ACCOUNT": "physics", "SBATCH_PARTITION": "gpu"}
     options = {"SLURM_ACCOUNT": "x", "SBATCH_SIGNAL": "TERM@5", "SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "1"}
     assert settings.strip_allocation_env({**USER_ENV, **defaults, **options}) == {**USER_ENV, **defaults}
+
+
+def test_a_user_without_a_name_is_its_uid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", fail)
+    assert settings.user_name() == str(os.getuid())
