@@ -104,11 +104,12 @@ def _missing_fields(job: JobContext) -> Iterable[Insight]:
         fields_by_gpus.setdefault((reason, tuple(map(id, gpus))), ([], gpus))[0].append(name)
     for (reason, _), (names, gpus) in fields_by_gpus.items():
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        text = f"{', '.join(names[:_MAX_LISTED])}{more} {'is' if len(names) == 1 else 'are'} missing on"
+        where = gpu_label(gpus[0]) if len(gpus) == 1 else f"{len(gpus):,} GPUs"
+        text = f"not recorded on {where}: {', '.join(names[:_MAX_LISTED])}{more} ({reason})"
         if len(gpus) == 1:
-            yield gpu_insight(gpus[0], INFO, "field_missing", f"{text} {gpu_label(gpus[0])} ({reason})", None)
+            yield gpu_insight(gpus[0], INFO, "field_missing", text, None)
         else:
-            yield Insight(severity=INFO, code="field_missing", text=f"{text} {len(gpus):,} GPUs ({reason})")
+            yield Insight(severity=INFO, code="field_missing", text=text)
 
 
 def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:

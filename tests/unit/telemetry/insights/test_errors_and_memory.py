@@ -165,7 +165,7 @@ def test_unsupported_fields_give_one_note() -> None:
     nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
     summary = with_gpus(healthy(), missing=nulls)
     assert single_note(summary, "field_missing").text == (
-        "power_w, energy_j, temperature_c are missing on 8 GPUs (NOT_SUPPORTED: no)"
+        "not recorded on 8 GPUs: power_w, energy_j, temperature_c (NOT_SUPPORTED: no)"
     )
 
 

@@ -193,7 +193,7 @@ def test_heat_of_later_lost_gpu_is_reported() -> None:
 def test_field_missing_throughout_is_reported() -> None:
     odd = with_gpu(healthy(1, 2), "n1", 1, utilization=None, missing={"utilization": "UNKNOWN: an unknown error"})
     (insight,) = (n for n in build_insights(odd) if n.code == "field_missing")
-    assert "utilization is missing on GPU 1 of n1 (UNKNOWN: an unknown error)" in insight.text
+    assert "not recorded on GPU 1 of n1: utilization (UNKNOWN: an unknown error)" in insight.text
     partly = with_gpu(healthy(1, 2), "n1", 1, missing={"power_w": "UNKNOWN: once (1 of 3600 samples)"})
     assert "field_missing" not in codes(partly, info=True)
     first_sample = with_gpus(healthy(), missing={"sm_activity": "NO_DATA: a mean needs two samples"})
