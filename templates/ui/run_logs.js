@@ -211,7 +211,7 @@ class LogView {
     if (restart) {
       this.part.start = start;
       this.fill(lines);
-      this.say("The log begins anew, or wrote more than can be shown: these are its newest lines.");
+      this.say("The log was replaced, or grew faster than this page can show. These are its newest lines.");
     } else {
       // The last line was unfinished: its new text replaces it.
       const first = lines[0]?.[0];

@@ -39,7 +39,7 @@ function submission({ submission: s, folder }) {
 function code({ code: c }) {
   const { box, body } = card("Code");
   if (!c) {
-    body.append(el("p", "soft", "No git commit was recorded: the code was in no repository."));
+    body.append(el("p", "soft", "No git commit was recorded: the code was not in a repository."));
     return box;
   }
   const badge = c.dirty ? el("span", "badge warning", "uncommitted changes") : el("span", "badge good", "clean");

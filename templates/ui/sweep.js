@@ -126,7 +126,7 @@ function showChart() {
   const keys = [...new Set(points.flatMap((row) => Object.keys(row.values)))].filter((key) => points.every((row) => key in row.values));
   box.replaceChildren();
   if (points.length < 2 || !keys.length) {
-    fresh("p", box, "The drawing appears when two points have a value.", "about");
+    fresh("p", box, "The chart appears when two points have a value.", "about");
     return;
   }
   const best = points.find((row) => row.run === results.best);
