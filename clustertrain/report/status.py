@@ -58,7 +58,7 @@ GOODPUT_LABELS = {
     "lost_s": "lost",
 }
 NO_STEPS_REPORTED = "the program has reported no steps"
-NO_STEPS_YET = "none yet; a program without torch.optim reports none"
+COMMAND_WITHOUT_STEPS_YET = "none yet; a program without torch.optim reports none"
 WATCHED_STEPS = "not recorded: the job was started without clustertrain, so its steps, loss and tokens are unknown"
 METER_WIDTH = 30
 LEDGER_WIDTH = 40  # of the time ledger without its bars, at most
@@ -87,7 +87,7 @@ def _format_progress(status: RunStatus, progress: Progress) -> str:
         if status.goodput.ratio is not None:
             return "none yet"
         if status.state == state.RUNNING:
-            return NO_STEPS_YET
+            return COMMAND_WITHOUT_STEPS_YET if load_command(status.run) else "none yet"
         return f"{NO_STEPS_REPORTED}; see {page_url('guides/any-program')}"
     share = f" ({format_share(status.step, status.total_steps)})" if status.total_steps else ""
     parts = [f"{format_steps(status)}{share}"]

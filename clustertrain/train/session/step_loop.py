@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,15 @@ from clustertrain.checkpoint.format.manifest import SaveReason
 from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.run import heartbeat, metrics
-from clustertrain.train.evaluation import logging
+from clustertrain.train.evaluation import logging as result_logging
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.session import state_check
 from clustertrain.train.session.runtime import SessionRuntime
 from clustertrain.train.stability.divergence import Rollback
 from clustertrain.train.stability.monitor import STATE_KEY
+from clustertrain.train.stability.warnings import WARNING_EVENT
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class StepLoop:
     # -- start and rollback
 
     def _prepare(self, every: int | str | None, keep: int | None) -> None:
+        self._warn_of_incomplete_state()
         if self._runtime.loss_scale is not None:
             self._state["loss_scale"] = self._runtime.loss_scale
         monitor = self._runtime.metrics_processor.monitor
@@ -89,6 +95,14 @@ class StepLoop:
         early_stopping = self._evaluations.early_stopping if self._evaluations is not None else None
         self._checkpointer.open(self._total, every, keep, early_stopping)
         self._metrics_processor.begin_loop(self._total)
+
+    def _warn_of_incomplete_state(self) -> None:
+        warning = state_check.find_missing_scheduler(self._state)
+        if warning is not None and self._runtime.context.rank == 0:
+            self._runtime.events.emit(
+                WARNING_EVENT, code=warning.code, step=None, text=warning.text, fix=warning.fix, value=None, limit=None
+            )
+            log.warning("%s\n  fix: %s", warning.text, warning.fix)
 
     def _restore(self) -> None:
         with self._runtime.progress.in_phase(heartbeat.RESTORE):
@@ -249,7 +263,9 @@ class StepLoop:
     def _evaluate(self, evaluations: EvaluationSchedule) -> dict[str, float]:
         results = evaluations.run(self._step)
         if results:
-            logging.report_evaluation(evaluations, self._step, self._runtime.events.emit, to_log=self._runtime.is_main)
+            result_logging.report_evaluation(
+                evaluations, self._step, self._runtime.events.emit, to_log=self._runtime.is_main
+            )
         return results
 
     def _run_missed_evaluation(self) -> bool:
@@ -259,6 +275,6 @@ class StepLoop:
         results = self._evaluate(self._evaluations)
         if results:
             self._metrics_processor.writer.enqueue(
-                logging.load_previous_row(self._runtime.context, self._step), dict(results), is_repeat=True
+                result_logging.load_previous_row(self._runtime.context, self._step), dict(results), is_repeat=True
             )
         return bool(results)

@@ -70,11 +70,21 @@ def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path
     assert telemetry["figures"]["goodput"]["a"] is None and telemetry["goodput"]["productive_s"]["a"] is None
 
 
-def test_status_of_a_script_that_starts_does_not_say_that_it_reports_no_steps(run_cli: RunCli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("", "none yet\n"),
+        ('command = ["python", "train.py"]\n', "none yet; a program without torch.optim reports none\n"),
+    ],
+)
+def test_status_of_a_script_that_starts_does_not_say_that_it_reports_no_steps(
+    run_cli: RunCli, tmp_path: Path, command: str, expected: str
+) -> None:
     run = new_script_run(tmp_path, "script-abc234", ended=False)
+    run.spec.write_text(SCRIPT + command)
     create_job("local-1", run)
     shown = run_cli("status", run.id)
-    assert "running" in shown and "none yet; a program without torch.optim reports none" in shown
+    assert "running" in shown and expected in shown
     assert "goodput unknown" in shown and shown.count("no steps") == 1
 
 

@@ -59,6 +59,7 @@ class Attempt:
     stop_in_evaluation: int = 0  # step whose evaluation requests a stop
     values: Sequence[float] = ()  # results of the evaluations, in order
     patience: int = 0
+    scheduler_outside: bool = False  # a learning-rate scheduler that is not in the state
     evaluated: list[int] = field(default_factory=list)
     trained_steps: list[int] = field(default_factory=list)
     weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -72,6 +73,8 @@ class Attempt:
             model = session.parallelize(nn.Linear(2, 1))
             state = {"model": model, "optimizer": session.optimizer(torch.optim.SGD, lr=0.1)}
             data = state["data"] = session.loader(Points(), global_batch=BATCH)
+            if self.scheduler_outside:
+                torch.optim.lr_scheduler.ConstantLR(state["optimizer"])
             remaining = list(self.values)
 
             def measure() -> dict[str, float]:
@@ -211,6 +214,14 @@ def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin)
     # The first attempt has already warned about step 4.
     warnings = [(e["code"], e["step"]) for e in second.events("training_warning")]
     assert [step for code, step in warnings if code == "grad_norm_high"] == [5]
+
+
+def test_scheduler_that_is_not_saved_is_reported(
+    tmp_path: Path, attempt: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = attempt(make_run(tmp_path / "train-warn"), scheduler_outside=True)
+    (warning,) = [e for e in started.events("training_warning") if e["code"] == "scheduler_not_saved"]
+    assert "begins again" in warning["text"] and warning["text"] in caplog.text
 
 
 def first_loss(run: RunDir, step: int) -> float:
