@@ -21,12 +21,12 @@ const SIGNS = {
   dot: (c, x, y, r) => c.arc(x, y, r, 0, 7),
 };
 const LANE_COLORS = {
-  Faults: "--critical", Alerts: "--warning", Stops: "--c1", Restores: "--c2", Checkpoints: "--c0",
+  Faults: "--critical", Alerts: "--warning", Stops: "--c1", Starts: "--c2", Checkpoints: "--c0",
   Evaluations: "--c3", Other: "--soft",
 };
 // The colors of the goodput bar. A phase is labeled if it is wide enough; the readout always names it.
 const PHASE_COLORS = {
-  training: "--c2", "start-up": "--c5", restore: "--c0", evaluation: "--c6", checkpoint: "--c3", shutdown: "--none",
+  training: "--c2", "start-up": "--c5", restore: "--c0", evaluation: "--c6", checkpoint: "--c3", shutdown: "--c7",
 };
 
 // Options of uPlot for row names left of a plot. `places`: their y values.
@@ -181,6 +181,6 @@ function drawPhase(u, [start, end, phase], y, high) {
   ctx.fillStyle = color(PHASE_COLORS[phase] || "--none");
   ctx.fillRect(left, y - high / 2, Math.max(right - left, devicePixelRatio), high);
   if (ctx.measureText(phase).width + 10 * devicePixelRatio >= right - left) return;
-  ctx.fillStyle = color(phase === "shutdown" ? "--ink" : "--card");
+  ctx.fillStyle = color("--card");
   ctx.fillText(phase, left + 5 * devicePixelRatio, y);
 }

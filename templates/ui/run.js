@@ -92,7 +92,7 @@ function showHead(status) {
   byId("run-state").replaceChildren(stateBadge(status.error ? "unreadable" : status.cancelling ? "cancelling" : status.state));
   document.title = `${status.state ?? "unreadable"} · ${run.id} · clustertrain`;
   const jobs = status.job_id ? `job ${status.job_id} (${status.backend})` : "";
-  const size = status.nodes ? `${count(status.nodes, "node")} × ${count(status.gpus_per_node, "GPU")}` : "";
+  const size = status.nodes ? `${count(status.nodes, "node")} × ${count(status.gpus_per_node, status.device === "cpu" ? "rank" : "GPU")}` : "";
   const attempts = status.attempts ? count(status.attempts.length, "attempt") : "";
   const parts = [status.name && status.name !== run.id ? status.name : "", jobs, size, attempts].filter(Boolean);
   byId("run-facts").replaceChildren(...parts.map((text) => el("span", "", text)));

@@ -52,8 +52,8 @@ function code({ code: c }) {
   return box;
 }
 
-function recipe({ recipe: text }) {
-  const { box, body, heading } = card("Recipe");
+function recipe({ recipe: text, recipe_title: title }) {
+  const { box, body, heading } = card(title);
   if (!text) {
     body.append(el("p", "soft", "It cannot be read."));
     return box;
@@ -61,7 +61,7 @@ function recipe({ recipe: text }) {
   heading.append(" ", copyButton(text));
   const pre = el("pre", "code", text);
   pre.tabIndex = 0;
-  pre.setAttribute("aria-label", "Recipe");
+  pre.setAttribute("aria-label", title);
   body.append(pre);
   return box;
 }

@@ -5,7 +5,7 @@ import { createTimeline } from "./timeline.js";
 
 const MOST_EVENTS = 200;
 // The parts of the goodput bar that have the colors of the phases in templates/parts/timeline.js.
-const PARTS = { training: "productive", "start-up": "startup", restore: "restore", evaluation: "evaluation", checkpoint: "checkpoint_stall", shutdown: "queue" };
+const PARTS = { training: "productive", "start-up": "startup", restore: "restore", evaluation: "evaluation", checkpoint: "checkpoint_stall", shutdown: "shutdown" };
 
 export function create(panel, run) {
   const chart = card("Timeline");

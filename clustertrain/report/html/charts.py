@@ -92,12 +92,12 @@ _LANES = {
     "Faults": ("cross", ("xid", "ecc", "gpu_lost", "gpu_back", "telemetry_failed", "save_abandoned")),
     "Alerts": ("diamond", ("alert",)),
     "Stops": ("square", ("signal", "stop_agreed", "stopped", "requeued", "ended")),
-    "Restores": ("up", ("started", "restored", "first_step")),
+    "Starts": ("up", ("started", "restored", "first_step")),
     "Checkpoints": ("bar", ("checkpoint",)),
     "Evaluations": ("bar", ("evaluation",)),
 }
 _OTHER = "Other"
-_ROUTINE = ("Checkpoints", "Evaluations", "Restores")
+_ROUTINE = ("Checkpoints", "Evaluations", "Starts")
 
 
 class LaneEvent(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import msgspec
 
@@ -39,23 +39,29 @@ class Note(msgspec.Struct, frozen=True):
 def build_notes(summary: Summary) -> list[Note]:
     """Return the insights in order."""
     linker = Linker(summary.gpus)
-    return [_note(insight, linker) for insight in summary.insights]
+    nodes = {h.node for h in summary.hosts} | {g.node for g in summary.gpus}
+    return [_note(insight, linker, nodes) for insight in summary.insights]
 
 
-def _note(insight: Insight, linker: Linker) -> Note:
+def _note(insight: Insight, linker: Linker, nodes: Set[str]) -> Note:
     severity = insight.severity if insight.severity in SIGNS else "info"
     gpu = linker.find(insight.node, insight.uuid, insight.rank)
-    text = insight.text[:1].upper() + insight.text[1:]
     return Note(
         severity=severity,
         sign=SIGNS[severity],
-        text=linker.split(text, gpu),
+        text=linker.split(_capitalize(insight.text, nodes), gpu),
         target=[Piece(word, gpu) for word in insights.unmentioned_ids(insight)],
         advice_label=insights.advice_label(insight).capitalize(),
         advice=linker.split(insight.fix, gpu) if insight.fix else [],
         cost=insights.format_cost(insight),
         gpu=gpu,
     )
+
+
+def _capitalize(text: str, nodes: Set[str]) -> str:
+    """Return the text as a sentence; the name of a node at its start stays as it is."""
+    starts_with_node = re.split(r"[\s,:;]", text, maxsplit=1)[0] in nodes
+    return text if starts_with_node else text[:1].upper() + text[1:]
 
 
 class Linker:

@@ -42,6 +42,7 @@ def describe(run: RunDir) -> dict[str, Any]:
     spec = read(lambda: parse_toml(reading.read_text(run.spec), str(run.spec))) or {}
     record, plan = read(lambda: load(run.record)) or {}, read(lambda: load(run.plan)) or {}
     document = {
+        "recipe_title": "Job and script" if "script" in spec else "Recipe",
         "recipe": read(lambda: tomli_w.dumps(redact(spec))) if spec else None,
         "environment": _list_environment(spec),
         "submission": _describe_submission(record),

@@ -9,14 +9,14 @@ import msgspec
 from clustertrain.report import status as status_text
 from clustertrain.report.documents.runs import build_run_entry
 from clustertrain.report.html.text import clean
-from clustertrain.run import attempts
+from clustertrain.run import attempts, json_files
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.scheduler.run_status import Unreadable
 from clustertrain.ui.run.status import StatusView
 
 
 def describe(view: StatusView) -> dict[str, Any]:
-    """Return the fields of :class:`RunEntry`, the parts of the goodput and the files that cannot be read.
+    """Return the fields of :class:`RunEntry`, the device, the parts of the goodput and the files that cannot be read.
 
     For a run whose status cannot be read, ``error`` and ``fix`` say why, and ``state`` is null.
     """
@@ -27,6 +27,7 @@ def describe(view: StatusView) -> dict[str, Any]:
         **msgspec.to_builtins(build_run_entry(status, view.progress)),
         "t": view.t,
         "error": None,
+        "device": json_files.poll_document(status.run.plan).get("device"),
         "is_final": status.is_final,
         "is_held": status.is_held,
         "end_reason": status.end_reason,

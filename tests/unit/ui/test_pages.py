@@ -108,6 +108,12 @@ def test_usage_adds_up(home: Path) -> None:
     assert "GPU-hours by week" in page and "productive steps" in page
 
 
+def test_little_usage_is_not_zero(home: Path) -> None:
+    ui_home.make_run(home, NOW, point(age_s=100.0, queue_s=0.0, step_s=1.0, gpus=1))
+    page = signed_in().get("/usage").text
+    assert "&lt;0.1" in page and ">0.0<" not in page
+
+
 def test_times_of_damaged_files_do_not_count(home: Path) -> None:
     run = ui_home.make_run(home, NOW, point())
     events = run.attempt(1).events_path("batch")

@@ -49,3 +49,10 @@ def test_each_note_has_its_gpu_cost_and_advice() -> None:
     assert [p.text for p in unused.target] == ["rank 3", "GPU-n2-1-5b1c9f0e"] and {p.gpu for p in unused.target} == {3}
     info = build_notes(replace(healthy(), insights=[Insight(severity="info", code="x", text="y", fix="use less")]))
     assert info[0].advice_label == "Tip" and info[0].cost == "" and info[0].text == [Piece("Y")]
+
+
+def test_node_at_the_start_keeps_its_name() -> None:
+    texts = ("n1 has no GPU samples", "n1: no samples", "n10 nodes")
+    insights = [Insight(severity="info", code="x", text=text) for text in texts]
+    notes = build_notes(replace(healthy(), insights=insights))
+    assert ["".join(p.text for p in n.text) for n in notes] == [*texts[:2], "N10 nodes"]

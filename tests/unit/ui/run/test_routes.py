@@ -81,6 +81,8 @@ def test_overview_has_the_keys_of_status(client: TestClient, run: RunDir) -> Non
     assert (document["state"], document["step"], document["total_steps"]) == ("running", 1200, 10_000)
     assert document["eta_s"] > 0 and document["nodes"] == 1 and not document["is_final"]
     assert sum(part["share"] for part in document["goodput_parts"]) == pytest.approx(1.0)
+    fsio.write_json(run.plan, {"device": "cpu"})
+    assert get(client, f"/api/runs/{run.id}")["device"] == "cpu"
     assert document["attempts"][0]["nodes"] == ["n1", "n2"] and document["failure"] is None
 
 
@@ -112,7 +114,7 @@ def test_curves(client: TestClient, run: RunDir) -> None:
 
 def test_timeline(client: TestClient, run: RunDir) -> None:
     document = get(client, f"/api/runs/{run.id}/timeline")
-    assert document["lanes"] == ["Restores", "Checkpoints"] and document["attempts"][0]["end"] is None
+    assert document["lanes"] == ["Starts", "Checkpoints"] and document["attempts"][0]["end"] is None
     assert {phase for _, _, phase in document["phases"]} >= {"start-up", "training"}
     assert sum(m["kind"] == "checkpoint" for m in document["marks"]) == 5
 
@@ -225,9 +227,16 @@ def test_setup_has_recipe_plan_code_and_no_secret(client: TestClient, run: RunDi
     assert document["submission"]["command"] == "clustertrain submit 'a b.toml'"
     assert document["code"]["dirty"] and document["code"]["diff"] == "+x = 1"
     assert document["environment"] == ["HF_HOME"] and 'tokenizer = "gpt2"' in document["recipe"]
+    assert document["recipe_title"] == "Recipe"
     text = json.dumps(document)
     assert "/private" not in text and "hooks.example" not in text and "\x1b" not in text
     assert document["plan"]["reasons"] == ["fits"] and document["nodes"][0]["nodes"] == ["n1", "n2"]
+
+
+def test_setup_of_a_script_shows_no_recipe(client: TestClient, run: RunDir) -> None:
+    run.spec.write_text('[job]\nbackend = "local"\n[script]\npath = "train.py"\n')
+    document = get(client, f"/api/runs/{run.id}/setup")
+    assert document["recipe_title"] == "Job and script" and "train.py" in document["recipe"]
 
 
 @pytest.mark.parametrize(
