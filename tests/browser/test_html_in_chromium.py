@@ -231,15 +231,15 @@ def test_training_curves_on_log_axes(open_page: Open, day: Path) -> None:
     opened.page.check("#by-step")
     figure = opened.page.locator("[data-curve='training.loss']")
     opened.page.evaluate(SETTLED)
-    assert float(figure.get_attribute("data-to")) == pytest.approx(57_480, rel=0.01), "the axis has steps"
+    assert float(figure.get_attribute("data-to")) == pytest.approx(53_800, rel=0.01), "the axis has steps"
     opened.drag("[data-curve='training.loss']", 0.5, 1.0)
     opened.page.evaluate(SETTLED)
-    assert float(figure.get_attribute("data-from")) == pytest.approx(28_740, rel=0.02)
+    assert float(figure.get_attribute("data-from")) == pytest.approx(26_900, rel=0.02)
     ranges = {
         c: opened.page.locator(f"[data-curve='{c}']").get_attribute("data-from")
         for c in ("training.lr", "gpus.power_w")
     }
-    assert float(ranges["training.lr"]) == pytest.approx(28_740, rel=0.02), "training charts share the steps"
+    assert float(ranges["training.lr"]) == pytest.approx(26_900, rel=0.02), "training charts share the steps"
     assert float(ranges["gpus.power_w"]) == pages.T0, "the others keep the time"
     opened.page.locator("[data-curve='training.loss'] .u-over").hover()
     assert "step 4" in opened.readout("[data-curve='training.loss']")
@@ -298,7 +298,7 @@ def test_event_has_a_tooltip(open_page: Open, day: Path) -> None:
     box = over.bounding_box()
     lane = box["height"] / 8
     over.hover(position={"x": box["width"] * 20.1 / 24, "y": lane * 2.5})
-    assert "xid: Xid 94 on GPU 3 of gpu-node-03" in opened.readout("#timeline")
+    assert "xid: XID 63 on GPU 7 of gpu-node-03" in opened.readout("#timeline")
 
 
 def test_timeline_has_phases(open_page: Open, day: Path) -> None:

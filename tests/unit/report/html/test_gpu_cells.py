@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from clustertrain.report.html.gpu_cells import GpuTable, Row, build_table
 from clustertrain.telemetry.report_schema import ThrottleShares
 from tests import pages
@@ -55,3 +58,19 @@ def test_numbers_that_no_gpu_reports_have_no_column() -> None:
 def test_same_uuid_on_two_nodes_is_two_rows() -> None:
     summary = with_gpus(healthy(2, 1), uuid="GPU-same")
     assert len({row.key for row in build_table(summary).rows}) == 2
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "hours"), [(4, 8, 24.0), (2, 2, 4.0)])
+def test_totals_of_the_synthetic_run_agree_with_its_size(nodes: int, gpus: int, hours: float) -> None:
+    summary, curves = pages.page(nodes, gpus, hours)
+    training, waste, count = summary.training, summary.waste, nodes * gpus
+    assert training is not None and waste is not None and training.mfu is not None and summary.goodput is not None
+    assert training.tokens_per_s is not None and training.joules_per_token is not None
+    assert training.tokens_per_s_per_gpu == pytest.approx(training.tokens_per_s / count)
+    assert training.mfu == pytest.approx(training.tokens_per_s / count * 6 * pages.PARAMETERS / pages.PEAK_FLOPS)
+    assert np.nanmax(curves.training.values["step"]) <= training.steps
+    assert training.tokens_per_s == pytest.approx(np.nanmean(curves.training.values["tokens_per_s"]), rel=0.01)
+    held_s = sum(a.end - a.start for a in summary.attempts if a.start is not None and a.end is not None)
+    assert waste.gpu_hours == pytest.approx(count * held_s / 3600)
+    costs = sum(insight.gpu_hours or 0.0 for insight in summary.insights)
+    assert 0 < costs < waste.gpu_hours and waste.wasted_gpu_hours == pytest.approx(sum(waste.by_cause.values()))

@@ -75,9 +75,9 @@ def embedded_data(text: str) -> dict[str, Any]:
 def test_static_content_has_the_summary(report_data: tuple[Summary, Curves]) -> None:
     text = " ".join(Elements(page.render(*report_data)).visible)
     header = ("llama-8b-pretrain-k3v7xq", "8812", "99.8%", "hybrid_shard")
-    for expected in (*header, "critical", "was not used", "cost about 22.9 GPU-hours",
-                     "ask for one GPU less", "preempted", "productive steps",
-                     "GPU-00000002-77aa-4b1e-9c3d", "Xid 94"):  # fmt: skip
+    for expected in (*header, "critical", "was not used", "cost about 3.83 GPU-hours",
+                     "request fewer GPUs", "preempted", "productive steps",
+                     "GPU-00000002-77aa-4b1e-9c3d", "XID 63"):  # fmt: skip
         assert expected in text, expected
 
 
