@@ -130,8 +130,10 @@ def test_run_under_way_grows_is_preempted_and_continues(open_page: Open, tmp_pat
             sync_api.expect(attempts).to_have_count(2)
             sync_api.expect(attempts.nth(0)).to_contain_text("preempted")
             page.get_by_role("tab", name="Logs").click()
+            # The lines of attempt 1 stay until the list of logs arrives.
+            chosen = page.get_by_label("Log", exact=True)
+            sync_api.expect(chosen, "the log follows the requeue").to_have_value("2/rank-0", timeout=20_000)
             sync_api.expect(log).to_contain_text("step", timeout=60_000)
-            assert page.get_by_label("Log", exact=True).input_value() == "2/rank-0", "the log follows the requeue"
             page.get_by_role("tab", name="Training").click()
             sync_api.expect(page.locator("#panel-training .key").first).to_contain_text("start of an attempt")
             page.close()  # before its server ends
