@@ -232,12 +232,12 @@ with ct.session({1}) as session:
 @pytest.mark.parametrize(
     ("text", "kind", "code", "message"),
     [
-        ("import no_such_module", "failed", 1, "No module named"),
-        ("import sys; sys.exit('bad input')", "failed", 1, "bad input"),
+        ("import no_such_module", "error", 1, "No module named"),
+        ("import sys; sys.exit('bad input')", "error", 1, "bad input"),
         ("import clustertrain as ct\nwith ct.session(device='tpu'): pass", "environment", 78, "must be cpu or cuda"),
         ("raise MemoryError", "out_of_memory", 1, ""),
-        (TWO_LOOPS.format(4, ""), "failed", 1, "an earlier loop ends at step 4"),
-        (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "failed", 1, "start at step 0, but 4 steps of the run are"),
+        (TWO_LOOPS.format(4, ""), "error", 1, "an earlier loop ends at step 4"),
+        (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "error", 1, "start at step 0, but 4 steps of the run are"),
     ],
     ids=["import", "sys.exit", "device", "memory", "second loop", "second loop elsewhere"],
 )
