@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ def rm(
         _show(sizes, kept, {sweep: _measure(sweep) for sweep in sweeps})
     deleted: list[RunDir] = []
     if not dry_run and sizes:
-        if not yes and not click.confirm("Delete them?", err=True):
+        if not yes and not _confirm():
             return 1
         deleted, late = _delete_all(deletable, with_checkpoints=checkpoints)
         kept += late
@@ -82,6 +83,16 @@ def rm(
         rows += [DeletedRun(run=run.id, bytes=None, deleted=False, reason=why) for run, why in reasons_to_keep.items()]
         print_json("rm", DeletedRuns(runs=tuple(rows)))
     return 0 if dry_run or len(deleted) == len(sizes) else 1
+
+
+def _confirm() -> bool:
+    try:
+        return click.confirm("Delete them?", err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        click.echo(err=True)  # the question has no line break
+        raise UsageError("rm asks before it deletes, and nobody answers", fix="add --yes or --dry-run") from None
 
 
 def _show(sizes: dict[RunDir, int], kept: Sequence[tuple[RunDir, str]], sweeps: dict[Path, int]) -> None:

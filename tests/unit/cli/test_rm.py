@@ -226,3 +226,9 @@ def test_entries_of_wrap_are_removed(home: Path) -> None:
 )
 def test_selection_has_to_be_clear(argv: tuple[str, ...]) -> None:
     assert isinstance(call(*argv).exception, UsageError)
+
+
+def test_without_an_answer_nothing_is_deleted_and_the_option_is_named(home: Path) -> None:
+    run = new_run(home, "net-abc234")
+    error = call(run.id).exception  # standard input is empty, as in a batch job
+    assert isinstance(error, ClusterTrainError) and "add --yes" in str(error) and run.path.exists()
