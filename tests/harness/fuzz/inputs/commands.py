@@ -19,8 +19,10 @@ from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
 from tests.unit.report.live_runs import begin, new_run
 
-# They start training processes, examine the machine for minutes, or, like requeue and data, have a separate class.
-SKIPPED_COMMANDS = frozenset({"diagnose", "requeue", "data", "cluster detect", "track", "demo", "exec", "shell", "ui"})
+# They train, serve, examine the machine for minutes, or, like requeue and data, have a separate class.
+SKIPPED_COMMANDS = frozenset(
+    {"diagnose", "requeue", "data", "cluster detect", "track", "demo", "exec", "shell", "ui", "mcp"}
+)
 # Each starts processes or waits.
 SKIPPED_OPTIONS = frozenset(
     {"--find-micro-batch", "--count-model", "--follow", "-f", "--wait", "--help", "-h", "--version", "--interval"}
