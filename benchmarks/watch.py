@@ -1,7 +1,7 @@
 """Cost of `clustertrain watch` for the job that it watches, on four hosts of a Slurm cluster.
 
 attach   `clustertrain watch JOB` from its start to the first complete report of all four nodes.
-cpu      the samplers, each with eight stub GPUs at the default interval of 2 s: processor time per second of wall time,
+cpu      the samplers, each with eight stub GPUs at the default interval of 3 s: processor time per second of wall time,
          and resident memory, without their start. The stub answers at once; a driver adds its own time.
 steps    steps of fixed work on all hosts, alternately with and without samplers.
 cycles   attach and detach, 50 times: what is left of processes, steps and files on the nodes and in the job's folder.
@@ -33,7 +33,7 @@ HOSTS, GPUS = 4, 8
 ATTACH_ROUNDS, CYCLES, PAIRS = 5, 50, 7
 TURN_S, CPU_S, SETTLE_S = 8.0, 60.0, 15.0
 TIMEOUT_S = 60.0
-INTERVAL_S = 2.0  # the default of the command
+INTERVAL_S = 3.0  # the default of the command
 _CLI = [sys.executable, "-m", "clustertrain", "watch"]
 
 # A rank: steps of about 5 ms on one thread and as long a pause, each with its end and duration in a file.

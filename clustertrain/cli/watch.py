@@ -30,7 +30,7 @@ _WAIT_S = 0.5
     "--interval",
     type=click.FloatRange(min=0.2, max=60.0),
     metavar="S",
-    default=2.0,
+    default=3.0,
     show_default=True,
     help="Seconds between samples.",
 )

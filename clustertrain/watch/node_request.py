@@ -18,7 +18,7 @@ class NodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``SLURM_JOB_ID`` of the job's processes."""
     comparing_node: str | None = None
     """The node that compares all nodes; None if there is only one."""
-    interval_s: float = 2.0
+    interval_s: float = 3.0
     has_gpus: bool = True
     """Slurm has given the job GPUs of this node, or does not manage them."""
     memory_mib: int | None = None

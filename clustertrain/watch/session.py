@@ -34,7 +34,7 @@ SAMPLES_S = 10.0  # between a node's report that it samples and its first sample
 class WatchOptions:
     """What the user asked for."""
 
-    interval_s: float = 2.0
+    interval_s: float = 3.0
     note: Callable[[str], object] = print
     """Receives a line for the user."""
 
