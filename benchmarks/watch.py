@@ -56,6 +56,7 @@ class _Job:
     """A running job of one rank per host."""
 
     number: str
+    hosts: int
     folder: Path
     cluster: Cluster
     env: dict[str, str]
@@ -80,11 +81,13 @@ def main() -> int:
     result = measure.context(("clustertrain", "msgspec", "numpy", "nvidia-ml-py"))
     with tempfile.TemporaryDirectory(prefix="watch-benchmark-") as scratch, cluster() as slurm:
         result["cluster"] = {"name": slurm.name, "slurm": slurm.version, "hosts": HOSTS}
-        with _running_job(slurm, Path(scratch)) as job:
+        with _running_job(slurm, Path(scratch, "job"), HOSTS) as job:
             result["attach"] = _measure_attach(job)
             result["cpu"] = _measure_cpu(job)
-            result["steps"] = _measure_steps(job)
             result["cycles"] = _measure_cycles(job)
+        # Ranks that compete for the cores of one machine would hide a difference of 1 %.
+        with _running_job(slurm, Path(scratch, "one-rank"), 1) as job:
+            result["steps"] = _measure_steps(job)
     result["targets"] = check_targets(result)
     path = measure.write("watch", result)
     for target in result["targets"]:
@@ -97,14 +100,15 @@ def check_targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     values = [
         ("first report of 4 hosts: at most 5 s", result["attach"]["first_report_s"]["median"], 5.0),
         ("sampler of a node: at most 0.1 % of a core, as a share", result["cpu"]["cpu_s_per_wall_s"]["median"], 0.001),
-        ("step time beside the samplers: longer for certain by at most", result["steps"]["interval"][0] - 1.0, 0.01),
+        ("step time beside a sampler: longer by at most", result["steps"]["interval"][1] - 1.0, 0.01),
         (f"left after {CYCLES} times attach and detach", float(len(result["cycles"]["left"])), 0.0),
     ]
     return [{"words": words, "value": value, "at_most": bound, "met": value <= bound} for words, value, bound in values]
 
 
 @contextlib.contextmanager
-def _running_job(slurm: Cluster, folder: Path) -> Iterator[_Job]:
+def _running_job(slurm: Cluster, folder: Path, hosts: int) -> Iterator[_Job]:
+    folder.mkdir()
     stub = build_stub(folder)
     env = {**slurm.env, "CLUSTERTRAIN_HOME": str(folder / "home"), "PYTHONPATH": str(measure.ROOT)}
     env |= {"LD_LIBRARY_PATH": str(stub.folder), "NVML_STUB_DEVICES": str(GPUS), "OPENBLAS_NUM_THREADS": "1"}
@@ -115,14 +119,14 @@ def _running_job(slurm: Cluster, folder: Path) -> Iterator[_Job]:
     (work / "rank.py").write_text(_RANK)
     script = f"#!/bin/sh\nexec srun {sys.executable} rank.py {work}\n"
     (work / "job.sh").write_text(script)
-    options = [f"-N{HOSTS}", "--ntasks-per-node=1", f"--gres=gpu:{GPUS}", "--mem=4000", f"--chdir={work}", "-o", "out"]
+    options = [f"-N{hosts}", "--ntasks-per-node=1", f"--gres=gpu:{GPUS}", "--mem=4000", f"--chdir={work}", "-o", "out"]
     argv = ["sbatch", "--parsable", *options, str(work / "job.sh")]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CannotRun(f"sbatch refused the job: {done.stderr.strip()}")
-    job = _Job(done.stdout.strip(), work, slurm, env)
+    job = _Job(done.stdout.strip(), hosts, work, slurm, env)
     try:
-        _wait(lambda: len(list(work.glob("steps-*"))) == HOSTS, "the ranks of the job")
+        _wait(lambda: len(list(work.glob("steps-*"))) == hosts, "the ranks of the job")
         yield job
     finally:
         slurm.cancel(job.number)
@@ -144,14 +148,14 @@ def _watching(job: _Job) -> Iterator[float]:
     with subprocess.Popen(argv, env=job.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None and command.stderr is not None
         rows: list[str] = []  # each node has its first GPU in one table, and itself in the next
-        while len(rows) < 2 * HOSTS:
+        while len(rows) < 2 * job.hosts:
             line = command.stdout.readline()
             if not line:
                 raise CannotRun(f"watch failed: {command.stderr.read().strip()[-500:]}")
             rows += [line.split()[0]] if line.startswith("node0") else []
         first_report_s = time.perf_counter() - began
         try:
-            if len(set(rows)) != HOSTS:
+            if len(set(rows)) != job.hosts:
                 raise CannotRun(f"the first report has only {', '.join(sorted(set(rows)))}")
             yield first_report_s
         finally:
