@@ -3,7 +3,7 @@
 attach   `clustertrain watch JOB` from its start to the first complete report of all four nodes.
 cpu      the samplers, each with eight stub GPUs at the default interval of 3 s: processor time per second of wall time,
          and resident memory, without their start. The stub answers at once; a driver adds its own time.
-steps    steps of fixed work on all hosts, alternately with and without samplers.
+steps    steps of fixed work of one rank, alternately with and without a sampler, in pairs.
 cycles   attach and detach, 50 times: what is left of processes, steps and files on the nodes and in the job's folder.
 
 On the testbed all hosts share the processors of this machine, so attach and steps are slower than on a cluster.
