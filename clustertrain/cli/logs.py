@@ -135,7 +135,7 @@ def _find_starts(
 ) -> dict[Path, int]:
     """Return the offset at which to start each log.
 
-    The last ``count`` lines that match are those of all attempts together, for each rank.
+    ``count`` limits the matching lines per rank, over all attempts together.
     """
     starts: dict[Path, int] = {}
     missing: dict[str, int] = {}

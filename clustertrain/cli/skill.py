@@ -1,4 +1,4 @@
-"""``clustertrain skill``: how an agent uses clustertrain, as a skill file."""
+"""``clustertrain skill``: print the skill file for agents that use clustertrain."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def watch(job_id: str, once: bool, html: str | None, as_json: bool, interval: fl
     pipe waits, and prints the report again at the end of the job. q or Ctrl-C leaves: the samplers end, and the job
     continues.
 
-    The recording is a run: `list`, `top`, `telemetry`, `open`, `compare` and `rm` take the job's id or that of the run.
+    The recording is a run: `list`, `top`, `telemetry`, `open`, `compare` and `rm` take the job id or the run id.
 
     \b
     clustertrain watch 123
