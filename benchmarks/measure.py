@@ -134,3 +134,15 @@ def write(name: str, result: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"benchmark": name, **result}, indent=1) + "\n")
     return path
+
+
+def write_with_targets(name: str, result: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> int:
+    """Write the result with its targets, print which of them are met, and return the exit code: 0 if all are.
+
+    A target has ``words``, ``value`` and ``met``.
+    """
+    path = write(name, {**result, "targets": targets})
+    for target in targets:
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['words']}: {target['value']:g}")
+    print(f"written to {path.relative_to(ROOT)}")
+    return 0 if all(target["met"] for target in targets) else 1

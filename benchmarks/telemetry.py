@@ -50,12 +50,7 @@ def main() -> int:
         result["steps"] = measure_steps(folder / "steps", build_stub(folder).environ(**_STUB_SETTINGS))
         result["size"], day = measure_size(folder)
         result["report"] = measure_reports(folder, day)
-    result["targets"] = check_targets(result)
-    path = measure.write("telemetry", result)
-    for target in result["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['words']}: {target['value']:g}")
-    print(f"written to {path.relative_to(measure.ROOT)}")
-    return 0 if all(target["met"] for target in result["targets"]) else 1
+    return measure.write_with_targets("telemetry", result, check_targets(result))
 
 
 def check_targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:

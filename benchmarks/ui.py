@@ -54,12 +54,7 @@ def main() -> int:
             result["idle"] = server.measure_idle(IDLE_S)
             result["details_s"] = server.wait_for_details()
             result["memory_mb"] = server.memory_mb()
-    result["targets"] = check_targets(result)
-    path = measure.write("ui", result)
-    for target in result["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['words']}: {target['value']:g}")
-    print(f"written to {path.relative_to(measure.ROOT)}")
-    return 0 if all(target["met"] for target in result["targets"]) else 1
+    return measure.write_with_targets("ui", result, check_targets(result))
 
 
 def check_targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:

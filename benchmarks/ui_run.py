@@ -38,12 +38,7 @@ def main() -> int:
     result = measure.context(_PACKAGES)
     with tempfile.TemporaryDirectory(prefix="ui-run-benchmark-") as scratch:
         result.update(measure_run_page(Path(scratch)))
-    result["targets"] = check_targets(result)
-    path = measure.write("ui_run", result)
-    for target in result["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['words']}: {target['value']:g}")
-    print(f"written to {path.relative_to(measure.ROOT)}")
-    return 0 if all(target["met"] for target in result["targets"]) else 1
+    return measure.write_with_targets("ui_run", result, check_targets(result))
 
 
 def check_targets(result: dict[str, Any]) -> list[dict[str, Any]]:

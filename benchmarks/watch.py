@@ -88,12 +88,7 @@ def main() -> int:
         # Ranks that compete for the cores of one machine would hide a difference of 1 %.
         with _running_job(slurm, Path(scratch, "one-rank"), 1) as job:
             result["steps"] = _measure_steps(job)
-    result["targets"] = check_targets(result)
-    path = measure.write("watch", result)
-    for target in result["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['words']}: {target['value']:g}")
-    print(f"written to {path.relative_to(measure.ROOT)}")
-    return 0 if all(target["met"] for target in result["targets"]) else 1
+    return measure.write_with_targets("watch", result, check_targets(result))
 
 
 def check_targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:

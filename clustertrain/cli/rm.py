@@ -92,7 +92,9 @@ def _confirm() -> bool:
         if sys.stdin.isatty():
             raise
         click.echo(err=True)  # the question has no line break
-        raise UsageError("rm asks for confirmation, but standard input is closed", fix="add --yes or --dry-run") from None
+        raise UsageError(
+            "rm asks for confirmation, but standard input is closed", fix="add --yes or --dry-run"
+        ) from None
 
 
 def _show(sizes: dict[RunDir, int], kept: Sequence[tuple[RunDir, str]], sweeps: dict[Path, int]) -> None:

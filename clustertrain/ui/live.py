@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from clustertrain import clock
+from clustertrain.printable import printable
 from clustertrain.ui.pages import encode_json
+
+log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 PING_S = 15.0  # a page that hears nothing for longer connects anew
@@ -53,6 +57,7 @@ class Topic(Protocol):
 class _Watched:
     topic: Topic
     events: set[asyncio.Event] = field(default_factory=set)
+    failure: str = ""  # the last one that was logged
 
 
 class Hub:
@@ -153,5 +158,9 @@ class Hub:
 def _refresh(watched: _Watched) -> bool:
     try:
         return watched.topic.refresh()
-    except Exception:  # the thread's edge: one topic whose files are damaged must not end the others
+    except Exception as e:  # the thread's edge: one topic whose files are damaged must not end the others
+        failure = f"{type(e).__name__}: {e}"
+        if failure != watched.failure:
+            watched.failure = failure
+            log.warning("%s is not updated: %s", type(watched.topic).__name__, printable(failure))
         return False

@@ -85,7 +85,9 @@ def test_a_page_that_lost_its_connection_says_what_it_has(known: dict[str, Any])
     asyncio.run(watch())
 
 
-def test_a_topic_that_fails_ends_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topic_that_fails_ends_no_stream_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(live, "PING_S", 0.05)
 
     async def watch() -> None:
@@ -101,6 +103,7 @@ def test_a_topic_that_fails_ends_no_stream(monkeypatch: pytest.MonkeyPatch) -> N
         hub.close()
 
     asyncio.run(watch())
+    assert caplog.text.count("is not updated: ") == 1
 
 
 def test_nobody_watching_costs_nothing() -> None:
