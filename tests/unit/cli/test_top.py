@@ -58,12 +58,16 @@ class Terminal:
             ["setsid", "-c", "-w", *INTERRUPTIBLE, *command, *argv], stdin=child, stdout=child, stderr=child, env=env
         )
 
-    def read(self, timeout_s: float = 0.1) -> None:
-        if select.select([self.fd], [], [], timeout_s)[0]:
-            try:
-                self.output += os.read(self.fd, 1 << 16).decode(errors="replace")
-            except OSError as e:
-                assert e.errno == errno.EIO
+    def read(self, timeout_s: float = 0.1) -> bool:
+        """Read what the terminal shows; false when there was nothing."""
+        if not select.select([self.fd], [], [], timeout_s)[0]:
+            return False
+        try:
+            self.output += os.read(self.fd, 1 << 16).decode(errors="replace")
+        except OSError as e:
+            assert e.errno == errno.EIO
+            return False
+        return True
 
     def wait_for(self, text: str, *, after: int = 0) -> str:
         def is_shown() -> bool:
@@ -85,6 +89,8 @@ class Terminal:
             return self.process.poll() is not None
 
         assert clock.wait_until(has_exited, 30, 0.0), self.output[-2000:]
+        while self.read(0.0):  # it may have written after the last read, before it ended
+            pass
         return self.process.returncode
 
     def is_restored(self) -> bool:
