@@ -126,20 +126,23 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
         rows = [inspect.describe(location.folder, verify=verify)]
     else:
         rows = inspect.list_checkpoints(location.root, verify=verify, step=location.step)
+    record_error = rollback.find_record_error(location.root)
     if as_json:
         from clustertrain.report.documents.checkpoints import build_list
 
-        print_json("checkpoint-list", build_list(location.label, rows))
+        print_json("checkpoint-list", build_list(location.label, rows, record_error))
         return
-    if not rows:
-        click.echo(f"no checkpoints in {location.root}", err=True)
-        return
-    from clustertrain.report.checkpoint import damage_messages, render_list
+    from clustertrain.report.checkpoint import damage_messages, format_record_error, render_list
     from clustertrain.report.terminal import emit, make_console
 
-    emit(make_console(), render_list(rows))
+    if rows:
+        emit(make_console(), render_list(rows))
+    else:
+        click.echo(f"no checkpoints in {location.root}", err=True)
     for reason in damage_messages(rows):
         click.echo(reason)
+    if record_error is not None:
+        click.echo(f"clustertrain: {format_record_error(record_error)}", err=True)
 
 
 @checkpoint.command(short_help="Read every byte and compare the checksums.")

@@ -14,6 +14,7 @@ from rich.text import Text
 from clustertrain import schema
 from clustertrain.checkpoint.offline.diff import CheckpointDiff, TensorDiff, TensorForm, ValueDiff
 from clustertrain.plan.layout import Layout, pluralize
+from clustertrain.run.rollback_record import UNREADABLE_FIX
 
 # Without --all:
 MAX_SHOWN = 10  # differences per kind
@@ -71,6 +72,11 @@ def damage_messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the problems of damaged or unreadable checkpoints, outside the table because they contain long paths."""
     reasons_by_step = ((r["step"], r.get("damage") or r.get("unreadable")) for r in rows)
     return [f"step {step}: {why}" for step, why in reasons_by_step if why]
+
+
+def format_record_error(reason: str) -> str:
+    """Return the line below a list without the record of rollbacks; ``reason`` says why it cannot be read."""
+    return f"{reason}. The list may have checkpoints that a rollback invalidated. To fix it, {UNREADABLE_FIX}."
 
 
 def format_layout(layout: Mapping[str, Any] | None) -> str:

@@ -119,12 +119,16 @@ def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
 
 
 def list_read_errors(run: RunDir, history: Sequence[Attempt]) -> list[str]:
-    """Return the read errors of the attempts' records and of the plan, with paths relative to the run's folder."""
+    """Return the read errors of the records of attempts and rollbacks, and of the plan.
+
+    Their paths are relative to the run's folder.
+    """
     try:
         plan_error = json_files.load_document(run.plan).error
     except PermissionError:
         plan_error = f"{run.plan}: you may not read it"
-    errors = [error for error in (*(a.record_error for a in history), plan_error) if error is not None]
+    found = (*(a.record_error for a in history), plan_error, run.find_rollback_record_error())
+    errors = [error for error in found if error is not None]
     return [error.removeprefix(f"{run.path}/") for error in errors]
 
 

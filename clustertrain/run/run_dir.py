@@ -12,6 +12,7 @@ from pathlib import Path
 
 from clustertrain import fsio, reading, settings
 from clustertrain.errors import ConfigError, NotFound, PermissionDenied
+from clustertrain.run.rollback_record import RollbackRecord, list_invalidated
 
 ROLLED_BACK_FILE = "rolled-back.json"  # in the checkpoints folder: checkpoints that no longer count
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
@@ -223,6 +224,11 @@ class RunDir:
         """The folder, or a link to ``--checkpoint-dir``."""
         return self.path / "checkpoints"
 
+    @property
+    def rollback_record(self) -> Path:
+        """The rollbacks, with the checkpoints that no longer count: see :mod:`clustertrain.run.rollback_record`."""
+        return self.checkpoints / ROLLED_BACK_FILE
+
     def committed_steps(self) -> list[int]:
         """Return the steps of committed checkpoints, oldest first, without those that a rollback invalidated.
 
@@ -240,13 +246,22 @@ class RunDir:
     def _load_invalidated(self) -> set[tuple[int, str]]:
         """Return step and marker of the checkpoints that :mod:`clustertrain.checkpoint.load.rollback` invalidated.
 
-        Empty if its record cannot be read; the next attempt reports that.
+        Empty if its record cannot be read, which :meth:`find_rollback_record_error` reports.
         """
         try:
-            records = reading.parse_json(_read_or_empty(self.checkpoints / ROLLED_BACK_FILE) or "[]")
-            return {(int(step), str(marker)) for record in records for step, marker in record.get("invalidated", ())}
-        except (ValueError, TypeError, AttributeError):
+            return set(list_invalidated(reading.read_struct(self.rollback_record, list[RollbackRecord])))
+        except OSError:
             return set()
+
+    def find_rollback_record_error(self) -> str | None:
+        """Return why the record of rollbacks cannot be read; None if it can be, or if there is none."""
+        try:
+            reading.read_struct(self.rollback_record, list[RollbackRecord])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as e:
+            return f"{self.rollback_record}: {e.strerror or e}"
+        return None
 
     @property
     def attempts_folder(self) -> Path:

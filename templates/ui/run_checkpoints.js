@@ -27,9 +27,10 @@ export function create(panel, run) {
 
 function show(body, document_, run) {
   const { rows } = document_;
+  const problems = document_.damage.map((text) => problem(text));
   if (!rows.length) {
     const { saved } = run.status ?? {};
-    body.replaceChildren(el("p", "soft", saved ? `The program saves its own checkpoints; the newest is ${saved}.` : "No checkpoint has been saved yet."));
+    body.replaceChildren(el("p", "soft", saved ? `The program saves its own checkpoints; the newest is ${saved}.` : "No checkpoint has been saved yet."), ...problems);
     return;
   }
   const metric = rows.find((r) => r.metric)?.metric.name;
@@ -43,7 +44,7 @@ function show(body, document_, run) {
   ]);
   body.replaceChildren(
     table("Checkpoints, newest first", columns, cells),
-    ...document_.damage.map((text) => problem(text)),
+    ...problems,
     el("p", "about", `${formatBytes(document_.total_bytes)} in ${document_.folder}. “Committed” means that the save is complete; this compares every byte with its checksum:`),
     command(document_.verify_command),
   );

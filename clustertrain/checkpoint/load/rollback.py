@@ -13,35 +13,25 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import fsio, reading, schema
+from clustertrain import fsio, reading
 from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.format.fence import Fence, check_fence
 from clustertrain.checkpoint.format.manifest import COMMITTED, list_checkpoint_folders, parse_step, step_folder
 from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.errors import CheckpointError, Diverged
+from clustertrain.run.rollback_record import (
+    UNREADABLE_FIX,
+    PositionRanges,
+    RollbackRecord,
+    decode_records,
+    list_invalidated,
+)
 from clustertrain.run.run_dir import ROLLED_BACK_FILE
 
 log = logging.getLogger(__name__)
 
 RECORD_FILE = ROLLED_BACK_FILE
-
-PositionRanges = dict[str, list[list[int]]]
-
-
-class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollback of the run."""
-
-    last_step: int
-    """The last step that went wrong."""
-    max_step: int
-    """The run returned to a checkpoint of at most this step."""
-    reason: str
-    count: int
-    """Rollbacks without progress between them, including this one."""
-    excluded: PositionRanges = {}
-    invalidated: tuple[tuple[int, str], ...] = ()
-    """(step, commit marker) of the checkpoints that no longer count."""
 
 
 def read_records(root: Path) -> list[RollbackRecord]:
@@ -57,9 +47,19 @@ def read_records(root: Path) -> list[RollbackRecord]:
     except FileNotFoundError:
         return []
     try:
-        return schema.decode(data, list[RollbackRecord])
+        return decode_records(data)
     except msgspec.MsgspecError as e:
-        raise CheckpointError(f"{path}: cannot be read: {e}", fix="restore the file from a copy") from e
+        raise CheckpointError(f"{path}: cannot be read: {e}", fix=UNREADABLE_FIX) from e
+
+
+def find_record_error(root: Folder) -> str | None:
+    """Return why the record in ``root`` cannot be read; None if it can be, or if there is none."""
+    try:
+        if isinstance(root, Path):
+            read_records(root)
+    except CheckpointError as e:
+        return e.message
+    return None
 
 
 def excluded_ranges(root: Path) -> PositionRanges:
@@ -165,7 +165,7 @@ def is_valid(root: Path, folder: Folder, step: int) -> bool:
 
 
 def _invalidated_markers(root: Path) -> Sequence[tuple[int, str]]:
-    return [pair for record in read_records(root) for pair in record.invalidated]
+    return list_invalidated(read_records(root))
 
 
 def _list_markers(root: Path | RemoteFolder) -> list[tuple[int, str]]:

@@ -26,6 +26,7 @@ from clustertrain.checkpoint.format.manifest import (
     check_sizes,
     find_wrong_sizes,
     has_commit_marker,
+    list_checkpoint_folders,
     parse_step,
     read_manifest,
 )
@@ -47,6 +48,9 @@ def no_progress(done: int, total: int) -> None:
 def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
     """Return the checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
 
+    If the record of rollbacks cannot be read (:func:`clustertrain.checkpoint.load.rollback.find_record_error`), the
+    checkpoints that it invalidates are returned too, while restoring, exporting and pruning refuse.
+
     Args:
         root: the folder of the checkpoints.
         verify: read every byte and compare the checksums. Otherwise only the index and the file sizes are checked.
@@ -59,7 +63,9 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
         damaged index does not reveal are also null. ``new_bytes`` are those in files that no row before it has: older
         checkpoints may share them (hard links). It is null for a single checkpoint.
     """
-    folders = [p for p in rollback.list_valid_folders(root) if step in (None, parse_step(p))]
+    is_record_readable = rollback.find_record_error(root) is None
+    folders = rollback.list_valid_folders(root) if is_record_readable else list_checkpoint_folders(root)
+    folders = [p for p in folders if step in (None, parse_step(p))]
     seen_files: set[tuple[int, int]] | None = set() if step is None else None
     rows = [(p, describe(p, verify=verify, seen_files=seen_files)) for p in folders]
     # An active run deletes old checkpoints after each save.

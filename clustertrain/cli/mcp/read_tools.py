@@ -186,6 +186,7 @@ def compare_runs(
 
 def list_checkpoints(run: RunName = "latest") -> Document:
     """List the checkpoints of a run: step, size, whether it is committed, its metric, and which one is best."""
+    from clustertrain.checkpoint.load import rollback
     from clustertrain.checkpoint.offline import inspect
     from clustertrain.report.documents.checkpoints import build_list as build_checkpoints
 
@@ -194,7 +195,8 @@ def list_checkpoints(run: RunName = "latest") -> Document:
     location = locate(run)
     with explain_permission_errors():
         rows = inspect.list_checkpoints(location.root, step=location.step)
-    return to_document("checkpoint-list", build_checkpoints(location.label, rows))
+        record_error = rollback.find_record_error(location.root)
+    return to_document("checkpoint-list", build_checkpoints(location.label, rows, record_error))
 
 
 def explain_recipe_key(

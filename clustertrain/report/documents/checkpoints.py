@@ -50,6 +50,8 @@ class CheckpointList(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run, or the folder."""
     checkpoints: tuple[CheckpointEntry, ...]
+    record_error: str | None = None
+    """Why the record of rollbacks cannot be read; the checkpoints that it invalidates are then in the list."""
 
 
 class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +132,7 @@ class PrunedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
     """With --dry-run: folders that would be deleted."""
 
 
-def build_list(label: str, rows: Iterable[Mapping[str, Any]]) -> CheckpointList:
+def build_list(label: str, rows: Iterable[Mapping[str, Any]], record_error: str | None) -> CheckpointList:
     """Return the document of the rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints`."""
-    return CheckpointList(run=label, checkpoints=tuple(schema.convert(dict(row), CheckpointEntry) for row in rows))
+    entries = tuple(schema.convert(dict(row), CheckpointEntry) for row in rows)
+    return CheckpointList(run=label, checkpoints=entries, record_error=record_error)

@@ -20,6 +20,7 @@ from clustertrain.checkpoint.format import direct_io, folders, storage_errors
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.format.storage_errors import StorageError
+from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError, NotFound
@@ -165,6 +166,21 @@ def test_restore_fails_if_no_checkpoint_is_valid(manager: CheckpointManager, roo
     with pytest.raises(CheckpointError, match=r"no checkpoint is valid(.|\n)*rank-0\.bin"):
         manager.restore(make_state())
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]
+
+
+@pytest.mark.parametrize("content", [b"", b'[{"last_step": 3', b"null", b"[{}]", b"\0" * 64, b"\xff"])
+def test_restore_refuses_without_a_readable_record_of_rollbacks(
+    manager: CheckpointManager, root: Path, content: bytes
+) -> None:
+    """Any of the checkpoints may be invalid."""
+    manager.save(3, make_state())
+    (root / rollback.RECORD_FILE).write_bytes(content)
+    restored = make_state(seed=1)
+    before = [t.clone() for t in tensors(restored)]
+    with pytest.raises(CheckpointError, match=rollback.RECORD_FILE):
+        manager.restore(restored)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(restored), strict=True))
+    assert index.has_commit_marker(index.step_folder(root, 3))
 
 
 def test_uncommitted_folder_is_not_restored(manager: CheckpointManager, root: Path) -> None:

@@ -196,6 +196,26 @@ def test_one_that_a_roll_back_has_condemned_is_neither_listed_nor_verified(run: 
     assert (said.code, said.out) == (0, "step 3: ok\n")
 
 
+def test_list_without_a_readable_record_of_rollbacks(run: Path, command: Command, tmp_path: Path) -> None:
+    """Other commands, like the next attempt, refuse: they cannot know which checkpoints a rollback invalidated."""
+    record = run / "checkpoints" / rollback.RECORD_FILE
+    record.write_text('[{"last_step": 6, "max')
+    said = command("list", "net")
+    assert said.code == 0 and [line.split()[0] for line in said.out.splitlines()] == ["step", "3", "6"]
+    assert (
+        said.err.count("\n") == 1 and f"{record}: cannot be read" in said.err and "a rollback invalidated" in said.err
+    )
+    document = command("list", "net", "--json").json
+    assert [row["step"] for row in document["checkpoints"]] == [3, 6] and str(record) in document["record_error"]
+    assert [row["step"] for row in command("list", "net@6", "--json").json["checkpoints"]] == [6]
+    for words in (["prune", "net", "--keep", "1"], ["export", "net", "-o", tmp_path / "model"], ["verify", "net"]):
+        said = command(*words)
+        assert said.code == 1 and f"{record}: cannot be read" in said.err, words
+    assert folder_of(run, 3).exists() and not (tmp_path / "model").exists()
+    record.unlink()
+    assert command("list", "net", "--json").json["record_error"] is None
+
+
 def test_verify_names_every_damaged_file_and_goes_on(run: Path, command: Command) -> None:
     assert command("verify", "net").out == "step 3: ok\nstep 6: ok\n"
     path = flip(run, 3)

@@ -228,3 +228,15 @@ def test_rows_and_speed_cover_the_files_of_all_rollbacks(tmp_path: Path) -> None
     done = make_rolled_back_run(tmp_path / "other").run
     assert [p.name for p in done.metrics_files(1)] == ["attempt-1.jsonl", "attempt-1-1.jsonl"]
     assert measure_speed(done, done.attempts()).steps == 32 - 2 * 5
+
+
+def test_status_notes_a_record_of_rollbacks_that_cannot_be_read(tmp_path: Path) -> None:
+    run = make_rolled_back_run(tmp_path / "run").run
+    history = attempts.load_attempts(run)
+    assert attempts.list_read_errors(run, history) == []
+    run.rollback_record.parent.mkdir()
+    run.rollback_record.write_text("[]")
+    assert attempts.list_read_errors(run, history) == []
+    run.rollback_record.write_text('[{"invalidated": [[3, ')
+    (note,) = attempts.list_read_errors(run, history)
+    assert note.startswith("checkpoints/rolled-back.json: ") and run.committed_steps() == []

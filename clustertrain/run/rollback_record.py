@@ -1,0 +1,41 @@
+"""The record of a run's rollbacks, `rolled-back.json` in the folder of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from clustertrain import schema
+
+PositionRanges = dict[str, list[list[int]]]
+UNREADABLE_FIX = "restore the file from a copy; until then the run cannot resume"
+
+
+class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollback of the run."""
+
+    last_step: int
+    """The last step that went wrong."""
+    max_step: int
+    """The run returned to a checkpoint of at most this step."""
+    reason: str
+    count: int
+    """Rollbacks without progress between them, including this one."""
+    excluded: PositionRanges = {}
+    invalidated: tuple[tuple[int, str], ...] = ()
+    """(step, commit marker) of the checkpoints that no longer count."""
+
+
+def decode_records(data: bytes) -> list[RollbackRecord]:
+    """Return the records in the content of the file, oldest first.
+
+    Raises:
+        msgspec.MsgspecError: the content is something else.
+    """
+    return schema.decode(data, list[RollbackRecord])
+
+
+def list_invalidated(records: Sequence[RollbackRecord]) -> list[tuple[int, str]]:
+    """Return (step, commit marker) of the checkpoints that no longer count."""
+    return [pair for record in records for pair in record.invalidated]
