@@ -34,9 +34,16 @@ def atomic_write(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iter
     """Yield a temporary file that replaces ``path`` atomically when the block ends, and is removed if the block raises.
 
     Readers see the complete old file or the complete new one. With ``durable``, that also holds after a crash.
+
+    Raises:
+        OSError: the file cannot be written; ``filename`` is ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except OSError as e:
+        e.filename = str(path)
+        raise
     try:
         with os.fdopen(fd, "wb") as f:
             yield f

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -76,9 +77,9 @@ def recipe(
     if with_schema:
         from clustertrain.cli.recipe import format_schema
 
-        schema_file.write_text(format_schema())
-        text = f"#:schema ./{SCHEMA_FILE}\n{text}"
-    output.write_text(text)
+        _write({output: f"#:schema ./{SCHEMA_FILE}\n{text}", schema_file: format_schema()})
+    else:
+        _write({output: text})
     click.echo(f"wrote {output}{f' and {schema_file}' if with_schema else ''}; next:")
     click.echo(f"  clustertrain plan {output}                 what submit would choose")
     click.echo(f"  clustertrain diagnose init-loss {output}   does the first loss make sense?")
@@ -98,7 +99,7 @@ def script(output: Path, force: bool) -> None:
     source = next((f / SCRIPT for f in (templates, templates.parent / "examples") if (f / SCRIPT).is_file()), None)
     if source is None:
         raise ConfigError(f"{SCRIPT} is missing in {templates}", fix="reinstall clustertrain")
-    output.write_text(source.read_text().replace(SCRIPT, output.name))
+    _write({output: source.read_text().replace(SCRIPT, output.name)})
     click.echo(f"wrote {output}; next:")
     click.echo(f"  python {output} --checkpoint-dir /tmp/first      one process, without clustertrain's launcher")
     click.echo(f"  clustertrain submit --gpus 2 {output}            two ranks")
@@ -157,18 +158,46 @@ def _quote(text: str) -> str:
 def _check_output(output: Path, *, force: bool) -> None:
     if output.exists() and not force:
         raise UsageError(f"{output} exists already", fix="name another file with --output, or replace it with --force")
+    if output.exists() and not output.is_file():
+        raise UsageError(f"{output} is not a regular file and will not be replaced", fix="name a file with --output")
     if not output.parent.is_dir():
         raise UsageError(f"{output}: the folder {output.parent} does not exist", fix="create it first")
 
 
+def _write(texts: dict[Path, str]) -> None:
+    """Write each text to its file; if one cannot be written, write none. A link stays, and its target is replaced.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    from clustertrain import fsio
+
+    try:
+        with contextlib.ExitStack() as files:
+            for path, text in texts.items():
+                # The umask decides who else may read the file, as for any other program.
+                file = files.enter_context(fsio.atomic_write(path.resolve(), mode=0o666))
+                file.write(text.encode())
+                file.flush()
+    except OSError as e:
+        raise ConfigError(
+            f"{e.filename} cannot be written: {e.strerror}",
+            fix="name a file in a writable folder, with space on its disk, with --output",
+        ) from e
+
+
 def _check_recipe(text: str, output: Path) -> None:
-    """Raise ConfigError if the recipe is not one that submit would take, as far as it can be read here."""
+    """Raise an error if the recipe is not one that submit would take, as far as it can be read here."""
     import tomllib
 
     from clustertrain.config.parsing.documents import build
     from clustertrain.config.parsing.presets import apply_preset
     from clustertrain.config.recipe import Recipe
 
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise UsageError("a path is not UTF-8, as a recipe must be", fix="rename the file, or name a link to it") from e
     document = tomllib.loads(text)
     document["model"].pop("init", None)  # its sizes are those of a file, which submit reads
     build(apply_preset(document), Recipe, str(output))

@@ -29,6 +29,13 @@ def test_failed_write_names_its_file_and_keeps_the_old_one(tmp_path: Path) -> No
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_file_that_cannot_be_created_is_named_by_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "no such folder" / "plot.svg"
+    with pytest.raises(FileNotFoundError) as e:
+        fsio.write_bytes(path, b"new")
+    assert e.value.filename == str(path)
+
+
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
 def test_only_one_writer_creates_a_file_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

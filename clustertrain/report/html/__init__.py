@@ -11,7 +11,7 @@ from clustertrain.report.html.context import PageContext
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.report_schema import Summary
 
-_PATH_FIX = "pass --html a file name in a writable folder"
+_PATH_FIX = "name a file in a writable folder with space on its disk"
 
 
 def check_path(path: Path) -> None:

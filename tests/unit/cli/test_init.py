@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import resource
 import tomllib
 from pathlib import Path
 
@@ -73,3 +75,33 @@ def test_existing_file_is_replaced_only_with_force(kind: str) -> None:
     assert isinstance(call(kind, "-o", "x").exception, UsageError) and Path("x").read_text() == "mine"
     assert call(kind, "-o", "x", "--force").exit_code == 0 and Path("x").read_text() != "mine"
     assert isinstance(call(kind, "-o", "no/such/x").exception, UsageError)
+
+
+@pytest.mark.parametrize("argv", [("recipe",), ("recipe", "--schema"), ("script",)], ids=" ".join)
+def test_full_disk_is_reported_with_the_file_and_leaves_nothing(folder: Path, argv: tuple[str, ...]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # Python ignores SIGXFSZ, so that write(2) fails
+    try:
+        result = call(*argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    name = "train.py" if argv == ("script",) else "recipe.toml"
+    assert isinstance(result.exception, ConfigError) and f"{folder / name} cannot be written" in str(result.exception)
+    assert list(folder.iterdir()) == []
+
+
+def test_link_stays_and_a_fifo_is_not_replaced(folder: Path) -> None:
+    (folder / "recipe.toml").symlink_to("target.toml")
+    (folder / "target.toml").touch(mode=0o640)
+    assert call("recipe", "--force").exit_code == 0
+    assert (folder / "recipe.toml").is_symlink() and read("target.toml").model.preset == "tiny"
+    os.mkfifo("pipe")
+    result = call("script", "-o", "pipe", "--force")
+    assert isinstance(result.exception, UsageError) and "not a regular file" in str(result.exception)
+    assert Path("pipe").is_fifo()
+
+
+def test_path_that_is_not_utf_8_is_refused(folder: Path) -> None:
+    result = call("recipe", "--model", os.fsdecode(b"/models/caf\xe9"))
+    assert isinstance(result.exception, UsageError) and "UTF-8" in str(result.exception)
+    assert list(folder.iterdir()) == []
