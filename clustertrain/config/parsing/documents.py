@@ -31,13 +31,15 @@ ENV_PREFIX = "env."  # of keys that are names of environment variables
 
 
 def did_you_mean(name: str, candidates: list[str], *, otherwise: list[str] | None = None) -> str:
-    """Return a sentence that lists the candidates most similar to ``name``.
+    """Return a sentence that lists up to three candidates that resemble ``name`` or begin with it, the nearest first.
 
     If none is similar, the sentence lists ``otherwise``, or all candidates without it.
     """
-    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.5)
-    if close:
-        return "did you mean " + " or ".join(close) + "?"
+    similar = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    longer = sorted((c for c in candidates if name and c.startswith(name)), key=len)
+    near = list(dict.fromkeys([*similar, *longer]))[:3]
+    if near:
+        return "did you mean " + " or ".join(near) + "?"
     return "known: " + ", ".join(sorted(otherwise or candidates))
 
 

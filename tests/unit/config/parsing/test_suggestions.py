@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing.documents import build, parse_toml, parse_value, set_value_at
+from clustertrain.config.parsing.documents import build, did_you_mean, parse_toml, parse_value, set_value_at
 from clustertrain.errors import ConfigError
 from clustertrain.submit.recipe import RecipeFile
 
@@ -98,3 +98,20 @@ def test_unclosed_quote_is_refused() -> None:
 def test_name_with_dots_suggests_quotes() -> None:
     fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, or in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
     assert find_fix("optim.lr_scale.blocks.0.a = 0.1") == fix
+
+
+DOCUMENTS = ["checkpoint-diff", "checkpoint-list", "compare", "diagnose", "telemetry", "top"]
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("nope", f"known: {', '.join(DOCUMENTS)}"),  # shares single letters with top, compare and diagnose
+        ("", f"known: {', '.join(DOCUMENTS)}"),
+        ("chekpoint-list", "did you mean checkpoint-list or checkpoint-diff?"),
+        ("tel", "did you mean telemetry?"),  # the beginning of a name
+        ("checkpoint", "did you mean checkpoint-list or checkpoint-diff?"),
+    ],
+)
+def test_only_near_names_are_suggested(name: str, suggestion: str) -> None:
+    assert did_you_mean(name, DOCUMENTS) == suggestion
