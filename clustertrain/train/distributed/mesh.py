@@ -23,6 +23,11 @@ from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 
+# torch's errors if a script calls init_process_group in a session, and what they mean there.
+_INIT_ERRORS = {
+    "trying to initialize the default process group twice": "ct.session() has already initialized torch.distributed",
+    "Error initializing torch.distributed using env://": "a session of one process needs no process group",
+}
 _session_ids = itertools.count(1)  # numbers the sessions of this process
 
 
@@ -109,7 +114,8 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
     if dist.is_initialized():
         raise UsageError(
             "session: torch.distributed is already initialized",
-            fix="let the session initialize it, and do not open a session inside another or after a failed one",
+            fix="delete the script's init_process_group call, because the session makes it; do not open a session "
+            "inside another or after a failed one",
         )
     # torch numbers the groups of each session from 0. Without the prefix, a rank would find its peers' addresses from
     # the previous session in the store and wait for them.
@@ -127,6 +133,15 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
         for name in ("stop", "checkpoint")
     )
     return ProcessGroups(mesh, cp_mesh, stop, checkpoint)
+
+
+def explain_second_init(error: BaseException) -> None:
+    """Add what to do to torch's error about ``init_process_group`` in a session; ignore other errors."""
+    for text, meaning in _INIT_ERRORS.items():
+        if isinstance(error, ValueError) and text in str(error):
+            error.add_note(
+                f"{meaning}\n  fix: delete the script's call of init_process_group, and that of destroy_process_group"
+            )
 
 
 def _init_default_group(context: RankContext, store: Store, timeout: timedelta) -> None:

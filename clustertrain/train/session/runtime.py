@@ -285,6 +285,7 @@ def _record_failure(runtime: SessionRuntime, error: BaseException) -> None:
     add_memory_note(error, runtime.context)
     data_parallel.explain_unused(error, runtime.state.model)
     attention_kernels.explain_missing_kernel(error, runtime.context)
+    mesh.explain_second_init(error)
     # Close before writing the record, which names the committed step: the agent kills processes that outlive theirs.
     runtime.checkpointer.close()
     runtime.result.record_failure(error)

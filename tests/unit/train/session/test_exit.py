@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import clustertrain as ct
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.train.core.result import RankResultWriter
+from clustertrain.train.distributed import mesh
 from clustertrain.train.session.exit import add_memory_note
-from tests.unit.train.single_process import ALONE
+from tests.unit.train.single_process import ALONE, single_process_group
 
 CONTEXT = dataclasses.replace(
     ALONE, world_size=2, layout=Layout(strategy="ddp", dp_replicate=2), batch=Batch(micro_batch=4, global_batch=8)
@@ -39,3 +41,15 @@ def test_session_adds_memory_note_to_script_error() -> None:
     with pytest.raises(MemoryError) as caught, ct.session(device="cpu"):
         raise MemoryError("no room")
     assert any("measured peak" in note for note in caught.value.__notes__)
+
+
+def test_second_initialization_of_torch_distributed_is_explained() -> None:
+    with single_process_group(), pytest.raises(ValueError, match="twice") as caught:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh.explain_second_init(caught.value)
+    (note,) = caught.value.__notes__
+    assert note.startswith("ct.session() has already initialized") and "delete the script's call" in note
+    with pytest.raises(ValueError, match="RANK expected") as caught, ct.session(device="cpu"):
+        dist.init_process_group("gloo")
+    (note,) = caught.value.__notes__
+    assert note.startswith("a session of one process") and "delete the script's call" in note
