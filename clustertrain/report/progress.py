@@ -13,7 +13,7 @@ import msgspec
 from clustertrain import fsio, reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.report import eta
-from clustertrain.run import endings, event_types, events, json_files, metrics_file, results, state
+from clustertrain.run import endings, event_types, events, metrics_file, results, state
 from clustertrain.run.logs import files
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
@@ -143,11 +143,7 @@ def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:
 
     If torchrun failed and not the ranks, yield one failure per node.
     """
-    try:
-        paths = sorted(attempt.results.glob("*.json"))
-    except OSError:
-        return
-    nodes = [node for path in paths if (node := _load_node(path)) is not None]
+    nodes = results.load_node_results(attempt.results)
     launchers = [node for node in nodes if node.kind == "launcher"]
     for node in launchers:
         log = attempt.logs / f"agent-{node.node}.log"
@@ -176,13 +172,6 @@ def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:
 
 def _read_log_end(attempt: AttemptDir, log: Path) -> str:
     return "" if files.leads_outside(attempt, log) else read_tail(log)
-
-
-def _load_node(path: Path) -> results.NodeResult | None:
-    try:
-        return results.parse_node_result(json_files.load_document(path).value)
-    except OSError:
-        return None
 
 
 def _one_line(reason: str | None) -> str:

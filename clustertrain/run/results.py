@@ -6,7 +6,8 @@ The batch process reads the results of all nodes and decides whether the run con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -142,3 +143,26 @@ def parse_node_result(document: object) -> NodeResult | None:
         ranks = [json_files.convert_leniently(_rename_kind(rank), RankOutcome) for rank in document["ranks"]]
         document = {**document, "ranks": tuple(rank for rank in ranks if rank is not None)}
     return json_files.convert_leniently(_rename_kind(document), NodeResult)
+
+
+def load_node_results(folder: Path) -> list[NodeResult]:
+    """Return the results in the folder of an attempt, by node; those that cannot be read are left out."""
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError:
+        return []
+    return [result for path in paths if (result := _load_node_result(path)) is not None]
+
+
+def _load_node_result(path: Path) -> NodeResult | None:
+    try:
+        return parse_node_result(json_files.load_document(path).value)
+    except OSError:
+        return None
+
+
+def last_steps(nodes: Iterable[NodeResult]) -> dict[int, int]:
+    """Return the last completed step of each rank that reported one."""
+    reported = {o.rank: (o.step, o.last_seen.step if o.last_seen is not None else None) for n in nodes for o in n.ranks}
+    known = {rank: [step for step in steps if step is not None] for rank, steps in reported.items()}
+    return {rank: max(steps) for rank, steps in known.items() if steps}

@@ -24,6 +24,7 @@ from clustertrain.report.progress import last_lines, read_tail
 from clustertrain.report.top.history import BusyHistory, History, LossHistory
 from clustertrain.run import events, heartbeat, json_files, metrics_file, state
 from clustertrain.run.events import Event
+from clustertrain.run.results import last_steps, load_node_results
 from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import RunStatus, run_status
@@ -258,6 +259,8 @@ class _AttemptFiles:
         self._rates: dict[int, tuple[float | None, float | None]] = {}
         self._last_samples: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._next_node_read = float("-inf")
+        self._results_stamp: tuple[int, int] | None = None
+        self._last_steps: dict[int, int] = {}
         self._event_tails: dict[Path, tuple[tuple[int, int], list[Event]]] = {}
         self._metrics_stamp: tuple[Path, int, int] | None = None
         self._metric_rows: list[dict[str, Any]] = []
@@ -286,7 +289,7 @@ class _AttemptFiles:
             step=step,
             nodes=[_node_view(n, now, is_running) for n in self._nodes]
             + [_silent_node_view(n, frame) for n in silent_nodes],
-            rows=self._gpu_rows,
+            rows=self._gpu_rows if is_running else self._ended_rows(),
             events=_event_views(events_log),
             allocation_end=deadline if json_files.is_number(deadline) else None,
             **eta.estimate(recent_rows, events_log, step, frame.total_steps, now if is_running else None),
@@ -312,6 +315,19 @@ class _AttemptFiles:
         step_s = eta.estimate(eta.recent_rows(self._metric_rows), [], None, None, None).get("step_s")
         self._gpu_rows = _with_steps_behind(rows, sampled, step_s)
         self._busy.update(self._nodes)
+
+    def _ended_rows(self) -> list[GpuRow]:
+        """Return the rows with the steps that the ranks reported at their end: the last sample is older."""
+        stamp = _file_stamp(self.dir.results)
+        if stamp != self._results_stamp:
+            self._results_stamp, self._last_steps = stamp, last_steps(load_node_results(self.dir.results))
+        if not self._last_steps:
+            return self._gpu_rows
+        rows = [
+            msgspec.structs.replace(r, step=self._last_steps.get(-1 if r.rank is None else r.rank, r.step))
+            for r in self._gpu_rows
+        ]
+        return _with_steps_behind(rows, {}, None)
 
     def _update_rates(
         self, ranks: list[int], before: tuple[float, Mapping[str, float]], after: tuple[float, Mapping[str, float]]

@@ -232,6 +232,28 @@ def test_ended_run(run: RunDir, now: float) -> None:
     assert not [n for n in view.nodes if n.problem], "nodes of an ended run are not silent"
 
 
+def test_ended_ranks_are_at_the_step_that_they_reported(run: RunDir, now: float) -> None:
+    sampled = RunMonitor(run, now=lambda: now).poll(wait=True).rows
+    assert sampled[0].step == 1200 and sampled[4].rank == 4
+    outcome = {"ending": "completed", "step": 1207, "finished": True}
+    stopped = {"rank": 2, "ending": "failed", "step": None, "last_seen": {"step": 1204}}
+    attempt = run.attempt(1)
+    attempt.results.mkdir()
+    ranks = [{**outcome, "rank": 0}, {**outcome, "rank": 1}, stopped, {"rank": 3, "ending": "failed"}]
+    fsio.write_json(attempt.result_path(NODES[0]), {"node": NODES[0], "ending": "failed", "ranks": ranks})
+    attempt.result_path(NODES[1]).write_text('{"node": ')  # damaged: what was sampled stays
+    monitor = RunMonitor(run, now=lambda: now)
+    assert monitor.poll(wait=True).rows == sampled, "the run has not ended"
+    live_runs.create_job("local-1", run, "FAILED")
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
+    log.append({"t": now, "event": "ended", "ending": "failed", "reason": "a rank failed", "last_step": 1207})
+    log.close()
+    view = RunMonitor(run, now=lambda: now).poll(wait=True)
+    steps = {r.rank: (r.step, r.behind) for r in view.rows}
+    assert view.step == 1207 and [steps[r] for r in (0, 1, 2)] == [(1207, 0), (1207, 0), (1204, 3)]
+    assert steps[3][0] == sampled[3].step and steps[4][0] == sampled[4].step
+
+
 def test_silent_nodes(run: RunDir, now: float) -> None:
     text = "\n".join(render_lines(RunMonitor(run, now=lambda: now + 600).poll(wait=True)))
     assert "! gpu-node-00, gpu-node-01: no new samples for 600 s" in text
