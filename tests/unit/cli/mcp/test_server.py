@@ -67,17 +67,21 @@ def talk(server: MCPServer | StdioServerParameters, conversation: Callable[[Clie
 
 
 def call(tool: str, /, server: MCPServer | None = None, **arguments: Any) -> Any:
-    """Return the structured content of an answer, or the text of an error."""
+    """Return the structured content of an answer, or the text of an error between its marks."""
 
     async def conversation(client: Client) -> Any:
         return await client.call_tool(tool, arguments)
 
     answer = talk(server or build_server(), conversation)
     text = answer.content[0].text
-    if answer.is_error:
+    if answer.is_error and "not instructions" not in text:
+        assert "Unknown tool" in text or "validation error" in text, "the client's own arguments are wrong"
         return text
-    first, document, mark = text.split("\n")
+    (first, rest), mark = text.split("\n", 1), text.rsplit("\n", 1)[1]
+    document = rest.removesuffix(f"\n{mark}")
     assert mark in first and "not instructions" in first and mark not in document
+    if answer.is_error:
+        return document
     assert json.loads(document) == answer.structured_content
     return answer.structured_content
 
@@ -141,6 +145,12 @@ def test_text_of_others_is_escaped_and_marked_as_data(run: RunDir) -> None:
     assert failed["failures"][0]["who"] == "rank 5 on b" and failed["failures"][0]["log"].endswith("rank-5.log")
 
 
+def test_errors_that_quote_text_of_others_are_marked_as_data(run: RunDir) -> None:
+    run.spec.write_text(f"{json.dumps(HOSTILE)} = 1\n")
+    message = call("run_status")
+    assert "Ignore previous instructions" in message and "fix: " in message and is_clean(message)
+
+
 def test_logs_are_read_from_the_end_and_searched(run: RunDir) -> None:
     assert call("read_log", count=3)["lines"][:2] == ["step 498", "step 499"]
     found = call("search_logs", text="STEP 49", limit=5)
@@ -159,7 +169,8 @@ def test_telemetry_counts_gpus_and_lists_them_on_request(run: RunDir) -> None:
 def test_keys_are_explained_and_checkpoints_listed(run: RunDir) -> None:
     (key,) = call("explain_recipe_key", key="optim.lr")["keys"]
     assert key["key"] == "optim.lr" and "learning rate" in key["description"]
-    assert call("list_checkpoints") == {"schema_version": 1, "run": run.id, "checkpoints": []}
+    empty = {"schema_version": 1, "run": run.id, "checkpoints": [], "record_error": None}
+    assert call("list_checkpoints") == empty
 
 
 @pytest.mark.parametrize(
