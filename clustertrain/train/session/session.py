@@ -574,6 +574,8 @@ class Session:
     ) -> Iterator[int]:
         """Yield the numbers of the remaining steps, up to ``total - 1``.
 
+        They start at 0, while ``status``, the log and checkpoints count the steps done: after step 0 these say 1.
+
         Before the first step, the newest checkpoint that verifies is restored into ``state``. If the recipe rolls back
         after loss spikes or NaN and Inf, an older checkpoint is restored and its lower step numbers are yielded again.
         Checkpoints are saved in the background every ``checkpoint_every``, and at the end. On a request to stop, all
