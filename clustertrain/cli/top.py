@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from clustertrain.report.terminal import Glyphs
     from clustertrain.report.top.screen import ViewOptions
-    from clustertrain.report.top.state import RunMonitor, RunView
+    from clustertrain.report.top.state import RunMonitor
+    from clustertrain.report.top.view import RunView
     from clustertrain.run.run_dir import RunDir
 
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")

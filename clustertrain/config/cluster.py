@@ -23,7 +23,7 @@ from clustertrain.errors import ConfigError
 
 
 class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[measured]`` table: rates that ``cluster detect`` measured in an allocation; None where it measured none.
+    """The ``[measured]`` table: rates that ``cluster detect`` measured in an allocation; unset where it measured none.
 
     Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): for an all-reduce of S bytes over n ranks in t
     seconds it is S / t * 2 (n - 1) / n, here in GB/s = 1e9 bytes/s. For any n it is the rate of the slowest rank's

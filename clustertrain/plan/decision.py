@@ -18,7 +18,9 @@ class RejectedLayout(msgspec.Struct, frozen=True):
     """A layout family that was not chosen, and why."""
 
     strategy: str
+    """The family, such as ``ddp``, ``fsdp`` or ``tensor parallel``."""
     reason: str
+    """Why it was not chosen."""
 
 
 @dataclass(frozen=True)

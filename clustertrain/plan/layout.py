@@ -76,18 +76,34 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     forward and backward (ZeRO-2); ``hybrid-shard`` shards over ``dp_shard`` ranks and replicates over ``dp_replicate``
     such groups; ``single``: one data-parallel rank."""
     dp_replicate: int = 1
+    """Number of data-parallel groups that each hold a whole copy of the model."""
     dp_shard: int = 1
+    """Number of ranks over which a copy of the parameters is sharded."""
     zero1: bool = False
+    """The strategy is ``zero1``."""
     tp: int = 1
+    """Tensor-parallel degree: ranks that share each layer."""
     sequence_parallel: bool = False
+    """Norms and the residual stream are split along the sequence over the tp ranks."""
     cp: int = 1
+    """Context-parallel degree: ranks that share each sequence."""
     pp: int = 1
+    """Pipeline-parallel degree: ranks that share the layers."""
     schedule: str | None = None
+    """Pipeline schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zero-bubble`` or ``zbv``; null without a pipeline."""
     virtual_stages: int = 1
+    """Pipeline stages per rank."""
     activation_checkpointing: str = "none"
+    """Activations that the backward pass recomputes: ``none``, ``selective``, ``full`` (each layer), or ``full/N``
+    (every Nth layer)."""
     reshard_after_forward: bool = True
-    defer_reduction: bool = True  # sharded: reduce gradients once per step and keep them whole until then
+    """Sharded parameters are freed after the forward pass and gathered again for the backward pass; no effect on
+    layouts that do not shard."""
+    defer_reduction: bool = True
+    """Gradients are kept whole and reduced once per step, after the last micro-batch; no effect on layouts that do not
+    shard."""
     offload: bool = False
+    """Parameters, gradients and optimizer state are kept in host memory."""
 
     @property
     def data_parallel(self) -> int:
@@ -153,17 +169,20 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Batch split: global_batch = micro_batch x grad_accum x data_parallel, in sequences.
+    """Batch split: global_batch = micro_batch x grad_accum x data_parallel, in samples.
 
     ``submit`` refuses a batch that does not divide. After a loss of nodes it may not divide over the remaining ranks;
     the last micro-batches are then smaller.
     """
 
     micro_batch: int = 1
+    """Samples per data-parallel rank in one forward pass."""
     grad_accum: int = 1
     """Micro-batches per step and rank, or per step of a pipeline."""
     global_batch: int = 1
+    """Samples per optimizer step, over all ranks and micro-batches."""
     tokens_per_step: int = 0
+    """Tokens per optimizer step, over all ranks; 0 for data without tokens."""
 
 
 def resolve_dp_degrees(

@@ -28,41 +28,66 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """An alternative layout that fits and its prediction."""
 
     layout: str
+    """The layout in words, with its micro-batch."""
     step_s: float
+    """Predicted time per step, seconds."""
     tokens_per_s_per_gpu: float
+    """Predicted tokens per second and GPU."""
     peak_gib: float
+    """Predicted memory of the fullest rank, GiB."""
 
 
 class TimeEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted time of a step. Fields that cannot be predicted are None."""
+    """Predicted time of a step. A value is null if it cannot be predicted: on CPUs, for a GPU whose rates are unknown,
+    or for a model that is not the built-in decoder."""
 
     flops_per_step: float | None = None
-    """Counted from the shapes."""
+    """Floating-point operations of the model in one step of all ranks, forward and backward, counted from the shapes
+    without recomputation."""
     step_s: float | None = None
+    """Time per optimizer step, seconds."""
     tokens_per_s_per_gpu: float | None = None
+    """Tokens per second and GPU."""
     tflops_per_gpu: float | None = None
+    """Model TFLOP/s per GPU: `flops_per_step` over time and ranks."""
     mfu: float | None = None
+    """Model FLOPs utilization: `tflops_per_gpu` over the data sheet's dense 16-bit rate, 0 to 1."""
     bubble_fraction: float | None = None
-    comm_s: dict[str, float] | None = None  # exposed communication per step
+    """Fraction of a step in which a rank of the pipeline is idle, 0 to 1; null without a pipeline."""
+    comm_s: dict[str, float] | None = None
+    """Exposed communication per step, seconds, which no computation hides: `tensor`, `context`, `pipeline`, `data` and
+    `activation_offload`."""
     compute_s: float | None = None
+    """Computation per step on the slowest rank, without recomputation, seconds."""
     recompute_s: float | None = None
+    """Recomputation of activations per step, seconds."""
     bubble_s: float | None = None
+    """Idle time per step in the pipeline's bubble, seconds."""
     optimizer_s: float | None = None
+    """Update of the parameters per step, seconds."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of ``plan.json`` and of ``plan --json``."""
 
     device: str
+    """``cpu`` or ``cuda``."""
     precision: str
+    """Precision of the training: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``."""
     nodes: int
+    """Number of nodes."""
     gpus_per_node: int
+    """GPUs per node; on the CPU, ranks."""
     world_size: int
+    """Number of ranks: one per GPU."""
     layout: Layout
+    """How the ranks share the work."""
     batch: Batch
-    """All zero for a user's script, which splits its batch itself."""
+    """How the ranks split the global batch; all zero for a user's script, which splits its batch itself."""
     memory: MemoryEstimate
+    """Predicted memory of the fullest rank."""
     time: TimeEstimate
+    """Predicted time of a step."""
     nccl: dict[str, EnvSetting]
     """Communication variables that job.sh exports unless the user set them."""
     env: dict[str, EnvSetting]
@@ -72,17 +97,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     signal_lead_s: int
     """Seconds before the time limit at which Slurm warns."""
     grace_s: float | None
-    """Seconds between the warning of a preemption and the kill; None: unknown."""
+    """Seconds between the warning of a preemption and the kill; null: unknown."""
     reasons: tuple[str, ...] = ()
     """All reasons, including the warnings."""
     warnings: tuple[str, ...] = ()
     """Reasons that a user should see without asking."""
     model_stats: ModelStats | None = None
-    """Statistics of a model entry, if requested."""
+    """Statistics of a model entry; null unless they were requested."""
     rejected: tuple[RejectedLayout, ...] = ()
+    """Layout families that were not chosen."""
     runners_up: tuple[RunnerUp, ...] = ()
+    """The next layouts that fit, the fastest first."""
     suggested_changes: str = ""
-    """Changes that would make a plan fit that does not."""
+    """Changes that would make a plan fit that does not; empty if it fits."""
 
 
 def plan(

@@ -14,10 +14,12 @@ from clustertrain.telemetry.analysis import peak_memory
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A predicted and a measured value; None if not predicted (on CPUs, for scripts) or not measured yet."""
+    """A predicted and a measured value, in the unit of the key."""
 
     predicted: float | None = None
+    """What the plan predicts; null on CPUs, for scripts, and where the plan knows too little."""
     measured: float | None = None
+    """What was measured over the attempts of the comparison; null if nothing was measured yet."""
 
     @property
     def ratio(self) -> float | None:
@@ -29,7 +31,9 @@ class PlanAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Predictions and measurements of one run."""
 
     step_s: Pair = Pair()
+    """Time per optimizer step, seconds."""
     tokens_per_s_per_gpu: Pair = Pair()
+    """Tokens per second and GPU."""
     peak_gib: Pair = Pair()
     """Memory of the fullest GPU, measured by NVML."""
     allocated_gib: Pair = Pair()

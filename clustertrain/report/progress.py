@@ -31,8 +31,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return f"torchrun on {self.node}" if self.rank is None else f"rank {self.rank} on {self.node}"
 
     rank: int | None
-    """None: torchrun failed on the node, not its ranks."""
+    """The rank that failed; null: torchrun failed on the node, not its ranks."""
     node: str
+    """The node on which it failed."""
     reason: str
     """The first line of the error."""
     log: str

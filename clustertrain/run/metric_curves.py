@@ -22,8 +22,9 @@ class Curve(msgspec.Struct, frozen=True):
     steps: list[int]
     """Completed optimizer steps."""
     x: list[float]
+    """Positions on the axis of the comparison: steps, tokens or hours."""
     y: list[float]
-    """Finite values."""
+    """Finite values of the metric."""
 
     def best_index(self, *, higher: bool) -> int | None:
         """Return the index of the best value, or of the first one if there are several."""

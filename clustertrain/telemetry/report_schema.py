@@ -304,7 +304,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None
     """Tokens of these steps, of all ranks; null for data without tokens."""
     step_s: Stats | None
-    """Time per step, seconds, without each attempt's first 5 steps if there are more."""
+    """Time per step, seconds, without the first steps of each attempt, in which it warms up."""
     tokens_per_s: float | None
     """Tokens of all ranks per second of the steps in `step_s`, so without checkpoints and evaluations."""
     tokens_per_s_per_gpu: float | None

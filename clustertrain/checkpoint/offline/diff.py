@@ -24,23 +24,31 @@ class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype and the shape of a tensor."""
 
     dtype: str
+    """Type of its elements, such as ``float32``."""
     shape: tuple[int, ...]
+    """Length of each dimension of the whole tensor."""
 
 
 class FormDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor whose dtype or shape differs between A and B."""
 
     name: str
+    """Name of the tensor in the whole model or state."""
     kind: TensorKind
+    """``model``, ``optimizer`` or ``other``: what it belongs to."""
     a: TensorForm
+    """Its form in A."""
     b: TensorForm
+    """Its form in B."""
 
 
 class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor whose bytes differ."""
 
     name: str
+    """Name of the tensor in the whole model or state."""
     kind: TensorKind
+    """``model``, ``optimizer`` or ``other``: what it belongs to."""
     elements: int
     """Number of elements of the tensor."""
     differing: int
@@ -48,38 +56,47 @@ class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
     not_finite: int = 0
     """Number of differing elements that are NaN or Inf in A or B."""
     max_abs: float | None = None
-    """Largest absolute difference of elements that are finite in A and B. None if no such element differs, or if the
+    """Largest absolute difference of elements that are finite in A and B. Null if no such element differs, or if the
     dtype cannot be decoded."""
     relative: float | None = None
-    """``max_abs`` divided by the largest magnitude in either tensor, over elements that are finite in both."""
+    """``max_abs`` divided by the largest magnitude in either tensor, over elements that are finite in both; null where
+    ``max_abs`` is."""
 
 
 class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A value, other than a tensor, that differs or exists on one side only."""
 
     name: str
+    """Path of the value, with a slash between keys."""
     only: Literal["a", "b"] | None = None
-    """The side that has the value; None if both have it."""
+    """The side that has the value, ``a`` or ``b``; null if both have it."""
     a: Any = None
+    """The value in A; null if A lacks it."""
     b: Any = None
+    """The value in B; null if B lacks it."""
 
 
 class CheckpointDiff(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a comparison."""
 
     equal: bool
+    """All tensors and values are the same in A and B."""
     tensors: int
     """Number of tensors that both have with the same dtype and shape."""
     only_a: tuple[str, ...]
+    """Names of tensors that only A has."""
     only_b: tuple[str, ...]
+    """Names of tensors that only B has."""
     forms: tuple[FormDiff, ...]
+    """Tensors whose dtype or shape differs."""
     bytes: tuple[TensorDiff, ...]
-    """Model tensors first; within a kind, the largest difference first."""
+    """Tensors whose bytes differ: model tensors first; within a kind, the largest difference first."""
     values: tuple[ValueDiff, ...]
+    """Values other than tensors that differ, such as the step or a state of the data."""
     saved: tuple[ValueDiff, ...]
     """Differences in how the two were saved (layout, number of ranks, engine, …). They do not affect ``equal``."""
     ranks_compared: bool
-    """Whether the state of each rank (its random number generators) was compared. It is if the same number of ranks
+    """The state of each rank (its random number generators) was compared, which takes that the same number of ranks
     saved both."""
 
 

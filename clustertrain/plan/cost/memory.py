@@ -29,21 +29,27 @@ CONTEXT_BYTES = GIB  # CUDA context and libraries: 0.5 to 0.9 GiB (stas00/ml-eng
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one rank in GiB.
-
-    For an unknown model (a user's script) all but ``capacity_gib`` is None; for an unknown GPU ``capacity_gib`` and
-    ``fits`` are None.
-    """
+    """Memory of the rank that needs most, in GiB, at the moment of its peak. Null: not estimated, as for a script or a
+    model whose shapes are unknown."""
 
     params_gib: float | None = None
+    """Parameters, with copies in a lower precision and what sharded layers gather, GiB."""
     grads_gib: float | None = None
+    """Gradients, with the buffers in which they are reduced, GiB."""
     optimizer_gib: float | None = None
+    """State of the optimizer, with temporary tensors of the update, GiB."""
     activations_gib: float | None = None
+    """Activations, with temporary tensors of the passes, GiB."""
     logits_gib: float | None = None
+    """Logits and what the loss keeps of them, GiB; null for a model entry, where `activations_gib` has them."""
     overhead_gib: float | None = None
+    """CUDA context, buffers of collectives and fragmentation of the allocator, GiB; 0 on the CPU."""
     peak_gib: float | None = None
+    """Sum of the parts, GiB."""
     capacity_gib: float | None = None
+    """Memory of the device, GiB; null if it is unknown."""
     fits: bool | None = None
+    """`peak_gib` is at most `capacity_gib`; null if one of them is unknown."""
 
 
 def estimate_memory(

@@ -10,16 +10,19 @@ from clustertrain.plan.layout import Layout, pluralize
 
 
 class ModuleStats(msgspec.Struct, frozen=True):
-    """Name of a module and its number of parameters."""
+    """A module and its number of parameters."""
 
     name: str
+    """Dotted name of the module in the model."""
     parameters: int
+    """Number of its parameters."""
 
 
 class MemoryTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Trace of one step of the whole model on one process with fake tensors."""
 
     micro_batch: int
+    """Samples of the traced step."""
     activations_bytes: int
     """Peak of the bytes in addition to parameters, buffers and gradients."""
     peak_bytes: dict[str, int]
@@ -30,13 +33,19 @@ class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a model. Shared parameters count once."""
 
     parameters: int
+    """Number of parameters."""
     parameter_bytes: int
+    """Size of all parameters, bytes."""
     trainable: int
+    """Number of parameters that are trained."""
     trainable_bytes: int
+    """Size of the trained parameters, bytes."""
     state_bytes: int
     """Bytes of state of the recipe's optimizer."""
     buffers: int
+    """Number of buffers (tensors that are no parameters)."""
     buffer_bytes: int
+    """Size of all buffers, bytes."""
     dtypes: dict[str, int]
     """Number of parameters by type."""
     largest: ModuleStats
@@ -44,11 +53,11 @@ class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
     units: tuple[ModuleStats, ...] = ()
     """Layers that are sharded one by one."""
     built_on: str = "meta"
-    """Device; cpu if the constructor needs values."""
+    """Device on which it was built: ``meta``, or ``cpu`` if the constructor needs values."""
     fills_meta: bool = False
     """The module has ``init_parameter``, so that the ranks build it on the meta device, without memory."""
     memory_trace: MemoryTrace | None = None
-    """None if no trace was requested or it failed."""
+    """Trace of a step; null if none was requested or it failed."""
     trace_error: str = ""
     """Why the trace failed."""
 

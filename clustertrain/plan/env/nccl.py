@@ -39,7 +39,9 @@ class EnvSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Value of an environment variable and the reason for it."""
 
     value: str
+    """Value of the variable."""
     reason: str
+    """Why it has this value."""
 
 
 def communication_env(

@@ -39,20 +39,26 @@ class TrialMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table, for the rank that needs the most memory. Figures are None if it ran out of memory."""
+    """A row of the table, for the rank that needs the most memory. Figures are null if it ran out of memory."""
 
     micro_batch: int
+    """Samples per rank and forward pass that were tried."""
     outcome: TrialOutcome
+    """``fits``; ``over_margin`` if it ran, but used more of the memory than is safe; ``out_of_memory``."""
     divides_batch: bool
     """The micro-batch divides a rank's share of the global batch, and the pipeline's schedule supports it."""
     capacity_gib: float | None = None
     """Memory of the device; on the CPU the amount assumed for a rank."""
     peak_gib: float | None = None
+    """Peak memory, GiB: on a GPU, what torch reserved and others used; on the CPU, the growth of resident memory."""
     allocated_gib: float | None = None
+    """Peak of what torch allocated, GiB; null on the CPU."""
     step_s: float | None = None
+    """Time per step of the slowest rank, seconds: median over the measured steps."""
     samples_per_s_per_gpu: float | None = None
+    """Samples per second and GPU."""
     tokens_per_s_per_gpu: float | None = None
-    """None for images."""
+    """Tokens per second and GPU; null for images."""
 
     @property
     def fits(self) -> bool:

@@ -15,31 +15,38 @@ class CheckpointMetric(msgspec.Struct, frozen=True, kw_only=True):
     """The deciding metric of a checkpoint."""
 
     name: str
+    """Name of the metric, such as `validation_loss`."""
     value: float
+    """Its value at this step."""
 
 
 class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint. Values that a damaged index does not reveal are null."""
 
     step: int | None
+    """Optimizer steps completed when it was saved; null if the name of the folder does not say it."""
     path: str
+    """Folder or URL of the checkpoint."""
     bytes: int
-    """Size of its files."""
+    """Size of its files, bytes."""
     new_bytes: int | None
-    """Size of those files that no older checkpoint shares; null for a single checkpoint."""
+    """Size of those files that no older checkpoint shares, bytes; null for a single checkpoint."""
     committed: bool
+    """It was saved completely; an uncommitted one is never restored."""
     verified: bool | None
     """True if every byte was read and its checksum matches, false if it is damaged, null if neither is known."""
     damage: str | None = None
-    """What is damaged."""
+    """What is damaged; null if nothing is known to be."""
     unreadable: str | None = None
-    """The error of the file system or the storage."""
+    """The error of the file system or the storage; null without one."""
     engine: str | None
+    """How it was written: `raw` or another value of `checkpoint.engine`; null if it is not committed."""
     layout: dict[str, Any] | None
     """The layout that saved it."""
     world_size: int | None
     """Number of ranks that saved it."""
     metric: CheckpointMetric | None
+    """The deciding metric when it was saved; null without a finite value."""
     best: bool
     """It has the best metric of the run's checkpoints."""
 
@@ -50,6 +57,7 @@ class CheckpointList(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run, or the folder."""
     checkpoints: tuple[CheckpointEntry, ...]
+    """One entry per checkpoint."""
     record_error: str | None = None
     """Why the record of rollbacks cannot be read; the checkpoints that it invalidates are then in the list."""
 
@@ -58,12 +66,15 @@ class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The verification of one checkpoint."""
 
     step: int | None
+    """Optimizer steps completed when it was saved; null if the name of the folder does not say it."""
     path: str
+    """Folder or URL of the checkpoint."""
     verified: bool | None
     """True if every checksum matches, false if the checkpoint is damaged, null if it cannot be read."""
     damage: str | None = None
+    """What is damaged; null if nothing is."""
     unreadable: str | None = None
-    """Why it cannot be read."""
+    """Why it cannot be read; null if it can."""
 
 
 class VerifiedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +83,7 @@ class VerifiedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run, or the folder."""
     checkpoints: tuple[VerifiedCheckpoint, ...]
+    """One entry per checkpoint, oldest first."""
 
 
 class CheckpointDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +92,11 @@ class CheckpointDigest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run, or the folder."""
     step: int | None
+    """Step of the checkpoint; null if the name of its folder does not say it."""
     contents: str
     """The hashed tensors: `model`, `optimizer` or `all`."""
     digest: str
+    """Hash (XXH3, 128 bits, hexadecimal) of names, dtypes, shapes and bytes: equal for equal tensors."""
 
 
 class ComparedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,14 +105,18 @@ class ComparedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run, or the folder."""
     step: int | None
+    """Step of the checkpoint; null if the name of its folder does not say it."""
     path: str
+    """Folder or URL of the checkpoint."""
 
 
 class CheckpointComparison(CheckpointDiff, frozen=True, kw_only=True):
     """The comparison of the checkpoints A and B."""
 
     a: ComparedCheckpoint
+    """The first checkpoint."""
     b: ComparedCheckpoint
+    """The second checkpoint."""
 
 
 class CheckpointExport(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +125,7 @@ class CheckpointExport(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run, or the folder."""
     step: int
+    """Step of the checkpoint that was exported."""
     path: str
     """The file or folder that was written."""
     format: str
@@ -118,7 +137,7 @@ class CheckpointExport(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     """Number of tensors."""
     bytes: int
-    """Size of the tensors."""
+    """Size of the tensors, bytes."""
 
 
 class PrunedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "sweep-dry-run": Document(f"{_HERE}.submissions:SweepPreview", "sweep RECIPE.toml --grid … --dry-run --json"),
     "sweep-show": Document("report.runs.sweep:SweepResults", "sweep show SWEEP --json"),
     "telemetry": Document("telemetry.report_schema:Summary", "telemetry RUN --json"),
-    "top": Document("report.top.state:RunView", "top RUN --json"),
+    "top": Document("report.top.view:RunView", "top RUN --json"),
     "track": Document(f"{_HERE}.tools:TrackedRun", "track RUN --json"),
     "version": Document(f"{_HERE}.tools:Versions", "version --json"),
     "wait": Document(f"{_HERE}.runs:EndedRuns", "wait RUN --json"),

@@ -27,6 +27,7 @@ class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     """Number of the attempt, from 1."""
     job_id: str
+    """The job of the attempt; empty if it is not recorded."""
     restart: int
     """How often the job had been requeued before, as Slurm counts."""
     state: str
@@ -34,6 +35,7 @@ class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     """Why it ended so."""
     nodes: tuple[str, ...]
+    """Names of its nodes."""
     start: float | None
     """When it started."""
     end: float | None
@@ -58,8 +60,9 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run."""
     job_id: str | None
-    """The newest job."""
+    """The newest job: Slurm's id, or one that starts with `local-`."""
     name: str
+    """Name of the job; without one, the id of the run."""
     user: str
     """Owner of the run folder."""
     backend: str
@@ -69,9 +72,11 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     """Completed optimizer steps."""
     total_steps: int | None
+    """Optimizer steps to complete; null for a script that has not said it."""
     submitted: float | None
     """When it was submitted."""
     nodes: int
+    """Number of nodes."""
     gpus_per_node: int
     """GPUs per node; on the CPU, ranks."""
     gpus: int
@@ -79,13 +84,14 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     """Newest loss."""
     step_s: float | None
-    """Recent time per step."""
+    """Recent time per step, seconds."""
     tokens_per_s: float | None
-    """Recent rate of all ranks."""
+    """Recent tokens per second of all ranks."""
     since_step_s: float | None
-    """Time since the last logged step of a running run."""
+    """Time since the last logged step of a running run, seconds."""
     eta_s: float | None
-    """Time for the remaining steps at the recent rate, with checkpoints and evaluations; only of a running run."""
+    """Time for the remaining steps at the recent rate, with checkpoints and evaluations, seconds; only of a running
+    run."""
     checkpoint_step: int | None
     """Step of the newest committed checkpoint."""
     checkpoint_t: float | None
@@ -111,6 +117,7 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     roll_backs: int
     """Returns to an earlier checkpoint in all attempts."""
     goodput: Goodput
+    """Where the time of the run went, over all attempts."""
     contract: ContractStatus | None
     """The contract of the recipe; null if it has no task, target, slices or limits, and nothing has been evaluated."""
     recipe_hash: str
@@ -125,38 +132,47 @@ class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run whose files cannot be read."""
 
     run: str
+    """Id of the run."""
     error: str
+    """Why it cannot be read."""
     fix: str | None
+    """What to do; null if there is no advice."""
 
 
 class RunList(msgspec.Struct, frozen=True, kw_only=True):
     """Runs, newest first."""
 
     runs: tuple[RunEntry, ...]
+    """The runs that can be read."""
     unreadable: tuple[UnreadableRun, ...]
+    """The runs that cannot be read."""
 
 
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has ended."""
 
     run: str
+    """Id of the run."""
     state: str
     """`completed`, `failed` or `cancelled`."""
     reason: str | None
-    """Why it did not complete."""
+    """Why it did not complete; null if it did, or if nothing recorded it."""
 
 
 class EndedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The runs in the order in which they ended."""
 
     runs: tuple[EndedRun, ...]
+    """One entry per run."""
 
 
 class CancelledRun(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a run that was to be cancelled."""
 
     run: str
+    """Id of the run."""
     job_id: str | None
+    """Its newest job; null if it has none."""
     state: str
     """`cancelled`; `cancelling` until its job has ended; the state of a run that had ended before."""
 
@@ -165,13 +181,16 @@ class CancelledRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The runs that were named."""
 
     runs: tuple[CancelledRun, ...]
+    """One entry per run, in the order of the arguments."""
 
 
 class RequeuedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that starts again."""
 
     run: str
+    """Id of the run."""
     job_id: str | None
+    """The job in which it continues; null if none is recorded."""
     state: str
     """`requeued`."""
 
@@ -180,17 +199,20 @@ class DeletedRun(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a run that was to be deleted."""
 
     run: str
+    """Id of the run."""
     bytes: int | None
-    """Size of its folder; null for a run that is kept."""
+    """Size of its folder, bytes; null for a run that is kept."""
     deleted: bool
+    """The folder was deleted; false with --dry-run and for a run that is kept."""
     reason: str | None = None
-    """Why it is kept."""
+    """Why it is kept; null if it is not."""
 
 
 class DeletedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The runs that were deleted or, with --dry-run, would be, followed by those that are kept."""
 
     runs: tuple[DeletedRun, ...]
+    """One entry per run."""
 
 
 def build_run_entry(status: RunStatus, progress: Progress) -> RunEntry:

@@ -19,9 +19,11 @@ class SubmittedRun(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """Id of the run."""
     job_id: str | None
+    """Its job: Slurm's id, or one that starts with `local-`."""
     backend: str
     """`slurm` or `local`."""
     state: str
+    """`pending`."""
     run_dir: str
     """The folder with all files of the run."""
 
@@ -32,17 +34,22 @@ class SubmissionPreview(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     """The batch script, job.sh."""
     plan: Plan
+    """The plan of the run."""
 
 
 class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a sweep."""
 
     run: str
+    """Id of the run."""
     job_id: str | None
+    """Its job: a task of the job array, or an id that starts with `local-`."""
     state: str
+    """`pending`."""
     run_dir: str
+    """The folder with all files of the run."""
     values: dict[str, Any]
-    """The values of this run, by key."""
+    """The values of this run, by dotted key of the recipe."""
 
 
 class SubmittedSweep(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +60,22 @@ class SubmittedSweep(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str | None
     """The job array; null on the local backend."""
     backend: str
+    """`slurm` or `local`."""
     sweep_dir: str
+    """The folder of the sweep, with a link to each run."""
     runs: tuple[SweepRun, ...]
+    """The runs, by task."""
 
 
 class SweepRunPreview(msgspec.Struct, frozen=True, kw_only=True):
     """One run that `sweep` would submit."""
 
     values: dict[str, Any]
-    """The values of this run, by key."""
+    """The values of this run, by dotted key of the recipe."""
     script: str
     """Its batch script."""
     plan: Plan
+    """The plan of this run."""
 
 
 class SweepPreview(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +84,7 @@ class SweepPreview(msgspec.Struct, frozen=True, kw_only=True):
     script: str | None
     """The batch script of the job array; null on the local backend."""
     runs: tuple[SweepRunPreview, ...]
+    """The runs, by task."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +93,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     """Number of the line; 0: something that the script does not say."""
     text: str
+    """The line, or the part of it that raises the question, with secrets masked."""
     detail: str
+    """What has to be decided, and why."""
 
 
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +104,9 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     """Path of the batch script."""
     lines: tuple[Outcome, ...]
-    """What becomes of each line."""
+    """What becomes of each line, without those in `decide`."""
     decide: tuple[Question, ...]
+    """What is left to decide, by line."""
     name: str
     """Name of the cluster profile."""
     profile: dict[str, Any]
@@ -99,7 +114,7 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     profile_text: str
     """The cluster profile as TOML."""
     path: str | None
-    """The file that was written."""
+    """The file that was written; null if none was."""
     submit: str
     """The submit command for a shell, with the change of the folder."""
     argv: tuple[str, ...]

@@ -35,32 +35,42 @@ class MetricValue(msgspec.Struct, frozen=True):
     """A metric's value at a step."""
 
     step: int
+    """Optimizer steps completed at that point."""
     value: float
+    """Value of the metric."""
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the comparison."""
 
     letter: str
+    """Letter by which tables and notes name the run: `A` is the first argument."""
     run: str
+    """Id of the run."""
     state: str
+    """State of the run, such as `running`; `unknown` if it cannot be read."""
     recipe_hash: str
+    """Runs of the same recipe have the same hash."""
     own_metric: str
     """The deciding metric of the run's recipe."""
     steps: int | None
+    """Completed optimizer steps; null before the first one."""
     steps_per_s: float | None
+    """Optimizer steps per second: the inverse of the median step time; null if no step has a time."""
     tokens: float | None
+    """Tokens trained so far, each step once; null for data without tokens."""
     gpu_hours: float
     """Allocated hours times ranks, on CPUs too."""
     attempts: int
+    """Number of attempts."""
     final: MetricValue | None
-    """The last value of the comparison's metric."""
+    """The last value of the comparison's metric; null if the run logged none."""
     best: MetricValue | None
-    """The best value of the comparison's metric."""
+    """The best value of the comparison's metric; null if the run logged none."""
     at_common: float | None
-    """The metric at the last step that all runs reached."""
+    """The metric at the last step that all runs reached; null if the run had logged none by then."""
     missing: str | None
-    """Why the run has no value of the metric."""
+    """Why the run has no value of the metric; null if it has one."""
     curves: dict[str, Curve]
     """Curves by metric name."""
 
@@ -69,27 +79,34 @@ class SettingDiff(msgspec.Struct, frozen=True):
     """A setting that differs between the runs."""
 
     key: str
+    """Dotted name of the setting."""
     values: list[Any]
-    """One per run; None if the run lacks the setting."""
+    """One value per run, in the order of `runs`; null if the run lacks the setting."""
 
 
 class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The result of comparing several runs."""
 
     metric: str
+    """Name of the metric that decides."""
     higher_is_better: bool
+    """A higher value of the metric is better."""
     by: Axis
+    """The axis of the curves: `step`, `tokens` (trained so far) or `hours` (with nodes, so far)."""
     common_step: int | None
-    """The last step that all runs reached."""
+    """The last step that all runs with a value of the metric reached; null if no run has one."""
     runs: list[ComparedRun]
+    """The runs, in the order of the arguments."""
     winner: str | None
-    """The run with the best value; None if fewer than two runs have a value or the best two are equal."""
+    """The run with the best value; null if fewer than two runs have a value or the best two are equal."""
     settings: list[SettingDiff]
+    """Settings that differ; empty if those of a run cannot be read."""
     notes: list[str]
+    """What limits the comparison, such as runs of different lengths."""
     shown: list[str]
     """The metrics whose curves are shown."""
     telemetry: TelemetryComparison | None
-    """Speed, utilization, energy and goodput; None unless two runs are compared and one of them has telemetry."""
+    """Speed, utilization, energy and goodput; null unless two runs are compared and one of them has telemetry."""
 
 
 def compare_runs(

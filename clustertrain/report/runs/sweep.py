@@ -29,38 +29,49 @@ FINAL_STATES = state.FINAL
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of the sweep."""
+    """One run of the sweep. Of a run that cannot be read, job and steps are null."""
 
     task: int
+    """Number of the run in the sweep, from 0; -1 if the folder of the sweep has no link to it."""
     run: str
+    """Id of the run."""
     job_id: str | None
+    """Its newest job; null if it has none."""
     values: dict[str, Any]
+    """The values of this run, by dotted key of the recipe."""
     state: str
+    """State of the run, such as `running`; `unknown` if it cannot be read."""
     attempts: int
     """All starts, including requeues and resubmissions."""
     step: int | None
+    """Completed optimizer steps; null before the first one."""
     total_steps: int | None
+    """Optimizer steps to complete; null for a script that has not said it."""
     best: MetricValue | None = None
-    """The best value of the deciding metric."""
+    """The best value of the deciding metric; null if the run logged none."""
     last: MetricValue | None = None
-    """The last value of the deciding metric."""
+    """The last value of the deciding metric; null if the run logged none."""
     error: str | None = None
-    """Why the run cannot be read."""
+    """Why the run cannot be read; null if it can."""
 
 
 class SweepResults(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a sweep."""
 
     sweep: str
+    """Id of the sweep."""
     metric: str
+    """Name of the deciding metric."""
     higher_is_better: bool
+    """A higher value of the metric is better."""
     runs: list[SweepRow]
     """The runs, best first."""
     best: str | None
-    """The best run; None if no run has a value."""
+    """The best run; null if no run has a value."""
     deleted: int
     """The number of deleted runs."""
     notes: list[str]
+    """What limits the comparison, such as recipes with another deciding metric."""
 
     @property
     def is_final(self) -> bool:

@@ -11,8 +11,8 @@ from clustertrain.durations import format_duration, format_step_time
 from clustertrain.printable import printable
 from clustertrain.report.terminal import Glyphs, format_percent, format_used
 from clustertrain.report.top.problems import find_problems, format_row_name
-from clustertrain.report.top.state import GpuRow, RunView
 from clustertrain.report.top.table import row_key
+from clustertrain.report.top.view import GpuRow, RunView
 
 _KEYS = (
     ("q, Ctrl-C", "quit; the run continues"),

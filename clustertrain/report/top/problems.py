@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from clustertrain.report.top.state import GpuRow
+from clustertrain.report.top.view import GpuRow
 from clustertrain.telemetry.findings import CRITICAL, HIGH_DATA_WAIT, HOT_C, SEVERITY_ORDER, WARNING, gpu_label
 
 IDLE, OTHERS_BUSY = 0.05, 0.3  # utilization of an idle GPU, and of the others

@@ -19,7 +19,6 @@ from clustertrain.report.status import STATE_STYLES
 from clustertrain.report.terminal import Glyphs, format_percent, meter
 from clustertrain.report.top.history import BIN_S, History
 from clustertrain.report.top.problems import Problem, find_problems, format_problems
-from clustertrain.report.top.state import EventView, GpuRow, RunView
 from clustertrain.report.top.table import (
     SORTS,
     RowKey,
@@ -31,6 +30,7 @@ from clustertrain.report.top.table import (
     sort_rows,
     title_row,
 )
+from clustertrain.report.top.view import EventView, GpuRow, RunView
 from clustertrain.run import state
 from clustertrain.telemetry.findings import CRITICAL, SEVERITY_ORDER, WARNING
 

@@ -22,6 +22,7 @@ from clustertrain.report import eta
 from clustertrain.report.event_text import format_event
 from clustertrain.report.progress import last_lines, read_tail
 from clustertrain.report.top.history import BusyHistory, History, LossHistory
+from clustertrain.report.top.view import EventView, GpuRow, NodeView, RunView
 from clustertrain.run import events, heartbeat, json_files, metrics_file, state
 from clustertrain.run.events import Event
 from clustertrain.run.results import last_steps, load_node_results
@@ -40,96 +41,6 @@ CLOSE_TIMEOUT_S = 1.0  # a status query takes a tenth of this if the scheduler a
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
 MAX_EVENTS, MAX_LOG_LINES = 50, 100
 MAX_NODES_PER_S = 16  # whose files are read: a run on a thousand nodes must not load the file system
-
-
-class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU and its rank; unknown values are None."""
-
-    node: str
-    gpu: int | None = None
-    uuid: str | None = None
-    """None for a rank without a GPU."""
-    name: str | None = None
-    rank: int | None = None
-    """None for a GPU without a rank."""
-    utilization: float | None = None
-    sm_activity: float | None = None
-    tensor_activity: float | None = None
-    memory_used_gib: float | None = None
-    memory_total_gib: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    sm_clock_mhz: float | None = None
-    throttled: list[str] = []
-    """Causes among power, thermal and hardware."""
-    reason: str | None = None
-    """Why the GPU's metrics are unknown."""
-    phase: str | None = None
-    step: int | None = None
-    behind: int | None = None
-    """Steps behind the most advanced rank, at the time of the newest sample of all nodes."""
-    step_s: float | None = None
-    """Seconds per step since the previous poll."""
-    data_wait_share: float | None = None
-    """Share of the time since the previous poll that the rank waited for data."""
-
-
-class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one node."""
-
-    node: str
-    age_s: float | None = None
-    """Age of the newest sample."""
-    cpu: float | None = None
-    memory_used_gib: float | None = None
-    memory_total_gib: float | None = None
-    ended: bool = False
-    problem: str | None = None
-    """Why there are no samples, no GPU metrics, or no new samples."""
-
-
-class EventView(msgspec.Struct, frozen=True):
-    """One event as text; ``t`` is UTC epoch s."""
-
-    t: float
-    event: str
-    text: str
-    severity: str | None = None
-
-
-class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame. Times are UTC epoch s; durations end in ``_s``."""
-
-    t: float
-    run: str
-    job_id: str | None = None
-    backend: str | None = None
-    state: str | None = None
-    cancelling: bool = False
-    """The run is cancelled, and its job has not ended yet."""
-    attempt: int | None = None
-    step: int | None = None
-    total_steps: int | None = None
-    step_s: float | None = None
-    tokens_per_s: float | None = None
-    loss: float | None = None
-    since_step_s: float | None = None
-    """Seconds since the last step."""
-    eta_s: float | None = None
-    """Time for the remaining steps at the recent rate, including ``overhead``."""
-    overhead: float | None = None
-    """Time of checkpoints and evaluations relative to training time; None before the first of them."""
-    allocation_end: float | None = None
-    goodput: float | None = None
-    wall_s: float | None = None
-    pending_reason: str | None = None
-    start_estimate: float | None = None
-    scheduler_error: str | None = None
-    ending: str | None = None
-    telemetry: bool = True
-    nodes: list[NodeView] = []
-    rows: list[GpuRow] = []
-    events: list[EventView] = []
 
 
 class RunMonitor:

@@ -15,7 +15,7 @@ from clustertrain.report import terminal
 from clustertrain.report.terminal import Glyphs, format_percent, format_used, meter
 from clustertrain.report.top import problems
 from clustertrain.report.top.problems import Problem
-from clustertrain.report.top.state import GpuRow, NodeView, RunView
+from clustertrain.report.top.view import GpuRow, NodeView, RunView
 
 WIDE_COLUMNS = 120
 SORTS = ("problems", "node", "utilization", "memory", "power", "temperature", "step")

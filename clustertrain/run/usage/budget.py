@@ -22,9 +22,11 @@ class BudgetUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Resources that a run has used."""
 
     gpu_hours: float = 0.0
+    """Hours of all attempts times their ranks."""
     wall_hours: float = 0.0
+    """Hours for which attempts held their nodes."""
     cost: float = 0.0
-    """In the currency of ``contract.gpu_hour_cost``."""
+    """`gpu_hours` at the price `contract.gpu_hour_cost`, in its currency."""
 
     def add(self, seconds: float, gpus: int, gpu_hour_cost: float) -> BudgetUsage:
         hours = max(0.0, seconds) / 3600

@@ -25,30 +25,43 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One slice of the validation data in the newest evaluation."""
 
     value: float | None
+    """The deciding metric on this slice in the newest evaluation; null if it has none."""
     best: float | None
+    """Its best value so far; null if it has none."""
     regression: float | None
-    """How much worse ``value`` is than ``best``; 0 if it is not worse."""
+    """How much worse ``value`` is than ``best``; 0 if it is not worse; null if one of them is."""
 
 
 class ContractStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The contract, the newest evaluation and the budget used."""
 
     task: str = ""
+    """Description of the task; empty if the recipe has none."""
     target: str = ""
+    """Intended use of the result: `research`, `production`, `fine-tune` or `benchmark`; empty if the recipe has
+    none."""
     metric: str = ""
+    """Name of the metric that decides which checkpoint is best."""
     higher_is_better: bool = False
+    """A higher value of the metric is better."""
     value: float | None = None
-    """The deciding metric in the newest evaluation; None before the first one."""
+    """The deciding metric in the newest evaluation; null before the first evaluation."""
     step: int | None = None
-    """Step of the newest evaluation."""
+    """Step of the newest evaluation; null before it."""
     best: float | None = None
+    """Best value of the metric so far; null before the first evaluation."""
     best_step: int | None = None
+    """Step of the best value; null before the first evaluation."""
     slices: dict[str, SliceStatus] = {}
+    """Slices of the validation data on which a regression is unacceptable, by name."""
     used: BudgetUsage | None = None
+    """The budget used so far; null if the contract sets no limit."""
     remaining: dict[str, float] = {}
-    """What is left of each limit that the contract sets."""
+    """What is left of each limit that the contract sets, in the unit of the key: `gpu_hours`, `wall_hours`, `cost`."""
     on_budget_spent: str = "stop"
+    """What happens when the budget is spent: `stop` or `warn`."""
     resume: str = "elastic"
+    """Condition for a resume: `elastic` (layout and ranks may change) or `exact` (nothing may change)."""
 
 
 def build_record(recipe: Recipe) -> dict[str, Any]:

@@ -37,9 +37,9 @@ BASELINE_STEPS = (3, 30)
 
 
 class Goodput(msgspec.Struct, kw_only=True):
-    """Time of a run by category, in seconds. The :data:`TIME_CATEGORIES` sum to ``wall_s``.
+    """Time of a run by category, in seconds. The categories from ``queue_s`` to ``lost_s`` sum to ``wall_s``.
 
-    The ratios are None for a script that reported no step: what it did is unknown, and its time is in ``other_s``.
+    The ratios are null for a script that reported no step: what it did is unknown, and its time is in ``other_s``.
     """
 
     wall_s: float = 0.0
@@ -49,12 +49,15 @@ class Goodput(msgspec.Struct, kw_only=True):
     startup_s: float = 0.0
     """Until the first step, without the restore, plus the warm-up in that step."""
     restore_s: float = 0.0
+    """Loading of checkpoints."""
     productive_s: float = 0.0
     """Steps that count."""
     repeated_s: float = 0.0
     """Steps that an earlier attempt had done and lost."""
     checkpoint_stall_s: float = 0.0
+    """Time for which the training waited for checkpoints."""
     evaluation_s: float = 0.0
+    """Evaluations."""
     other_s: float = 0.0
     """Between two steps, in the current step, or in a script without session.steps."""
     shutdown_s: float = 0.0
@@ -62,9 +65,10 @@ class Goodput(msgspec.Struct, kw_only=True):
     lost_s: float = 0.0
     """From the last step to the end of an attempt that was killed: part of a step, a hang, the wait for the node."""
     ratio: float | None = 0.0
-    """Productive time over wall time."""
+    """Productive time over wall time, 0 to 1; null for a script that reported no step."""
     effective_ratio: float | None = 0.0
-    """Effective training time ratio: productive time over the time with nodes (wall time without the queue)."""
+    """Effective training time ratio: productive time over the time with nodes (wall time without the queue), 0 to 1;
+    null for a script that reported no step."""
     data_wait_s: float = 0.0
     """Rank 0's wait for its loaders, within productive and repeated steps."""
 

@@ -27,8 +27,12 @@ class Outcome:
     line: int
     """Number of the line; 0: something that the script does not say."""
     text: str
+    """The line or the option, with secrets masked."""
     outcome: OutcomeKind
+    """``submit``: in the submit command; ``profile``: in the cluster profile; ``replaced``: clustertrain does it;
+    ``dropped``: not needed; ``decide``: the user has to say."""
     detail: str
+    """How: the option, the key, or the reason."""
 
 
 @dataclass

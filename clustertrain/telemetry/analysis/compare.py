@@ -16,24 +16,36 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two runs."""
 
     run: str
+    """Id of the run."""
     job_id: str | None
+    """Its newest job; null before the first one."""
     state: str | None
+    """Why its last attempt ended, such as `completed`; null until that is recorded."""
     nodes: int
+    """Number of nodes with telemetry."""
     gpus: int
+    """Number of GPUs with telemetry."""
     gpu_names: list[str]
+    """Their model names, each once."""
     attempts: int
+    """Number of attempts."""
 
 
 class MetricComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of both runs."""
 
     unit: str
+    """Unit of the values, such as `s`, `tokens/s` or `ratio` (0 to 1); empty for the loss."""
     a: float | None
+    """The value of run a; null if it is missing."""
     b: float | None
-    difference: float | None  # b - a
-    ratio: float | None  # b / a
+    """The value of run b; null if it is missing."""
+    difference: float | None
+    """b - a; null if a value is missing."""
+    ratio: float | None
+    """b / a; null if a value is missing or a is 0."""
     better: str | None = None
-    """``lower`` or ``higher``; None if neither, or if the number of GPUs or the batch size makes them incomparable."""
+    """``lower`` or ``higher``; null if neither, or if the number of GPUs or the batch size makes them incomparable."""
     missing: dict[str, str] = {}
     """Why a value is missing, by side (``a``, ``b``)."""
 
@@ -42,13 +54,17 @@ class TelemetryComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of the telemetry of two runs."""
 
     a: Side
+    """The first run."""
     b: Side
+    """The second run."""
     figures: dict[str, MetricComparison]
-    """Metrics of the whole runs, some normalized per GPU, step or token."""
+    """Metrics of the whole runs by name, some normalized per GPU, step or token."""
     goodput: dict[str, MetricComparison]
-    """Shares of the wall time."""
-    only_a: list[Insight]  # insights with a code that b lacks
-    only_b: list[Insight]  # insights with a code that a lacks
+    """Share of the wall time by category, such as `productive_s`, 0 to 1."""
+    only_a: list[Insight]
+    """Insights of a with a code that b lacks."""
+    only_b: list[Insight]
+    """Insights of b with a code that a lacks."""
 
 
 def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -17,7 +18,7 @@ from clustertrain.report.documents.encode import round_figure, to_document
 from clustertrain.report.documents.registry import DOCUMENTS
 from clustertrain.report.documents.schemas import build_schema
 from clustertrain.report.runs.sweep import SweepResults, SweepRow
-from clustertrain.report.top.state import EventView, RunView
+from clustertrain.report.top.view import EventView, RunView
 from tests.documents import check_document
 from tests.paths import ROOT
 
@@ -32,6 +33,35 @@ def test_schema_is_valid_and_describes_its_structs(name: str) -> None:
         assert definition["description"] and "``" not in json.dumps(definition)
         assert definition["required"] == list(definition["properties"])
     assert next(iter(document["properties"])) == "schema_version"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_key_has_a_description_in_the_terms_of_json(name: str) -> None:
+    texts = dict(_iter_descriptions(build_schema(name), name))
+    assert not [key for key, text in texts.items() if not text], "add a docstring under the field"
+    # Neither Python's names of values nor roles of its documentation.
+    assert not [key for key, text in texts.items() if re.search(r"\bNone\b|:[a-z]+:`", text)]
+
+
+def _iter_descriptions(node: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the description, if any, of each key of the objects in a schema, and of the objects with keys."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _iter_descriptions(item, where)
+    if not isinstance(node, dict):
+        return
+    keys = node.get("properties", {})
+    if keys:
+        yield where, node.get("description", "")
+    for key, settings in keys.items():
+        yield f"{where}.{key}", settings.get("description", "")
+        yield from _iter_descriptions(settings, f"{where}.{key}")
+    for word, inner in node.items():
+        if word == "$defs":
+            for name, definition in inner.items():
+                yield from _iter_descriptions(definition, name)
+        elif word != "properties":
+            yield from _iter_descriptions(inner, where)
 
 
 def test_every_document_is_printed_by_a_command_and_every_other_is_refused() -> None:

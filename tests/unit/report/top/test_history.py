@@ -11,7 +11,8 @@ from clustertrain.report import terminal
 from clustertrain.report.top import dialogs, history, screen
 from clustertrain.report.top.history import BINS, MAX_LOSSES, History, LossHistory
 from clustertrain.report.top.screen import ViewOptions
-from clustertrain.report.top.state import GpuRow, RunMonitor, RunView
+from clustertrain.report.top.state import RunMonitor
+from clustertrain.report.top.view import GpuRow, RunView
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report import live_runs
 

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from clustertrain.report.top.problems import find_problems, format_problems
-from clustertrain.report.top.state import GpuRow, _with_steps_behind
+from clustertrain.report.top.state import _with_steps_behind
 from clustertrain.report.top.table import filter_rows, sort_rows
+from clustertrain.report.top.view import GpuRow
 
 
 def build_rows(count: int = 8, **changes: dict[str, Any]) -> list[GpuRow]:

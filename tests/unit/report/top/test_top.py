@@ -11,7 +11,8 @@ from clustertrain import clock, fsio
 from clustertrain.report import terminal
 from clustertrain.report.top import screen
 from clustertrain.report.top.screen import ViewOptions
-from clustertrain.report.top.state import METRICS_BYTES, EventView, GpuRow, RunMonitor, RunView
+from clustertrain.report.top.state import METRICS_BYTES, RunMonitor
+from clustertrain.report.top.view import EventView, GpuRow, RunView
 from clustertrain.run import heartbeat
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report import live_runs
