@@ -26,8 +26,8 @@ clustertrain schema status       # the JSON Schema of one
 ## Schemas
 
 Each document has a [JSON Schema](https://json-schema.org) (draft 2020-12), which is generated from the types in the
-code: `clustertrain schema NAME` prints it, and the last column links to it. Each key of a document has a type and,
-where its name does not say it all, a description.
+code: `clustertrain schema NAME` prints it, and the last column links to it. Each key of a document has a type and a
+description: what it is, over what, and when it is null.
 
 """
 _FOOTER = """
