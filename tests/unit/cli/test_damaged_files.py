@@ -108,7 +108,7 @@ def check_commands(run: RunDir, path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", JSON.values(), ids=list(JSON))
-@pytest.mark.parametrize("name", ["attempt", "plan", "record", "deadline", "results"])
+@pytest.mark.parametrize("name", ["attempt", "plan", "record", "deadline", "results", "rollbacks"])
 def test_json_of_another_shape_is_reported_or_ignored(run: RunDir, name: str, content: bytes) -> None:
     attempt = run.attempt(1)
     path = {
@@ -117,7 +117,9 @@ def test_json_of_another_shape_is_reported_or_ignored(run: RunDir, name: str, co
         "record": run.record,
         "deadline": attempt.deadline,
         "results": attempt.result_path("a"),
+        "rollbacks": run.rollback_record,
     }[name]
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     check_commands(run, path)
 
