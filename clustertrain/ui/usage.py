@@ -23,15 +23,17 @@ from clustertrain.run import state as run_state
 from clustertrain.run.usage import budget
 from clustertrain.run.usage.budget import Span
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.ui.live import Change
 from clustertrain.ui.pages import json_response
 from clustertrain.ui.rows import run_url
-from clustertrain.ui.runs_table import KnownRun
+from clustertrain.ui.runs_table import KnownRun, RunsTable
 from clustertrain.ui.stamps import Stamp
 from clustertrain.ui.state import UiState
 
 WEEKS, MIN_WEEKS = 12, 6  # shown
 MAX_RUNS = 10  # with the most waste
 MAX_AGE_S = 10 * 366 * 86400.0
+INTERVAL_S = 60.0  # after which the hours of running runs count as changed
 PRODUCTIVE, IDLE, UNKNOWN = "productive", "idle_gpus", "unknown"
 # A job holds no GPU in the queue.
 CAUSES = (
@@ -195,17 +197,50 @@ def _describe(known: KnownRun, share: _Share) -> WastefulRun:
     )
 
 
+class UsageTopic:
+    """Says when the page has to be loaded again; a :class:`clustertrain.ui.live.Topic`.
+
+    That is when a run appears, changes its state or is deleted, and each minute: the hours of a running run grow with
+    each look, and the page would never be still.
+    """
+
+    def __init__(self, table: RunsTable) -> None:
+        self._table, self._cursor = table, make_cursor(table)
+
+    def refresh(self) -> bool:
+        self._table.refresh()
+        before, self._cursor = self._cursor, make_cursor(self._table)
+        return self._cursor != before
+
+    def changes_since(self, cursor: str | None) -> Change | None:
+        return None if cursor == self._cursor else Change({}, self._cursor)
+
+
+def make_cursor(table: RunsTable) -> str:
+    """Return the minute and a hash of the states of all runs."""
+    states = frozenset((run_id, getattr(status, "state", None)) for run_id, status in table.statuses().items())
+    return f"{int(clock.now() // INTERVAL_S)}-{hash(states) & 0xFFFFFFFFFFFFFFFF:x}"
+
+
 def routes(state: UiState) -> list[Route]:
     reader = UsageReader()
 
-    def read() -> Usage:
+    def read() -> tuple[Usage, str]:
+        """Return the usage, and the cursor of what changes after it."""
         state.table.read_all()
-        return reader.read(state.table.known_runs(), clock.now())
+        cursor = make_cursor(state.table)
+        return reader.read(state.table.known_runs(), clock.now()), cursor
 
     def show(request: Request) -> Response:
-        return state.pages.render("usage.html.j2", "usage", u=read(), labels=LABELS, causes=CAUSES, not_waste=NOT_WASTE)
+        usage, cursor = read()
+        return state.pages.render(
+            "usage.html.j2", "usage", u=usage, labels=LABELS, causes=CAUSES, data={"cursor": cursor}
+        )
 
     def document(request: Request) -> Response:
-        return json_response(read())
+        return json_response(read()[0])
 
-    return [Route("/usage", show), Route("/api/usage", document)]
+    async def live(request: Request) -> Response:
+        return state.hub.stream(request, "usage", lambda: UsageTopic(state.table))
+
+    return [Route("/usage", show), Route("/api/usage", document), Route("/api/live/usage", live)]

@@ -192,6 +192,22 @@ def test_two_selected_runs_are_compared(open_page: Open, runs: dict[str, RunDir]
     assert "by=hours" in page.url
 
 
+def test_usage_changes_while_one_looks(open_page: Open, runs: dict[str, RunDir]) -> None:
+    page = open_page("/usage", width=600)
+    sync_api.expect(page.locator("#live")).to_have_text("Live")
+    before = page.locator(".head .about").text_content()
+    page.get_by_role("link", name=runs["bad"].id).focus()
+    page.evaluate("scrollTo(0, 200)")
+    kept = page.evaluate("scrollY")
+    assert kept > 0
+    extra = ui_home.make_run(runs["bad"].path.parents[1], NOW, Made("extra", steps=60, total=60, telemetry=False), 9)
+    sync_api.expect(page.locator(".head .about")).not_to_have_text(before, timeout=10_000)
+    assert page.evaluate("document.activeElement.textContent") == runs["bad"].id, "the focus stays"
+    assert page.evaluate("scrollY") == kept, "and the place"
+    shutil.rmtree(extra.path)
+    sync_api.expect(page.locator(".head .about")).to_have_text(before, timeout=10_000)
+
+
 def test_a_lost_connection_is_said(browser: Any, runs: dict[str, RunDir], tmp_path: Path) -> None:
     other = Server(runs["alive"].path.parents[1], tmp_path)
     page = browser.new_page()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from clustertrain import fsio
+from clustertrain import clock, fsio
 from clustertrain.run.run_dir import sweeps_folder
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.ui import usage
+from clustertrain.ui.runs_table import RunsTable
 from clustertrain.ui.usage import CAUSES, IDLE, LABELS, NOT_WASTE, PRODUCTIVE, UNKNOWN, split_by_cause, split_by_week
 from tests import ui_home
 from tests.ui_home import Made
@@ -106,6 +110,45 @@ def test_usage_adds_up(home: Path) -> None:
     assert {run["run"][0] for run in usage["most_wasteful"]} == {"a", "b"}
     page = client.get("/usage").text
     assert "GPU-hours by week" in page and "productive steps" in page
+
+
+def test_usage_changes_with_the_state_of_a_run_and_each_minute(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ui_home.make_run(home, NOW, point("a", "running"))
+    now = NOW // usage.INTERVAL_S * usage.INTERVAL_S
+    monkeypatch.setattr(clock, "now", lambda: now)
+    table = RunsTable()
+    table.read_all()
+    topic = usage.UsageTopic(table)
+    cursors = [usage.make_cursor(table)]
+    assert topic.changes_since(cursors[0]) is None and not topic.refresh(), "what the page has"
+    with run.metrics_path(1).open("a") as f:
+        f.write(json.dumps({"step": 61, "t": NOW, "loss": 1.0, "step_s": 1.0}) + "\n")
+    now += usage.INTERVAL_S - 1
+    assert not topic.refresh(), "a step changes little"
+    now += 1
+    assert topic.refresh()
+    cursors.append(take(topic, cursors))
+    ui_home.make_run(home, NOW, point("b"), seed=1)
+    table.refresh(wait=True)
+    assert topic.refresh() and not topic.refresh()
+    cursors.append(take(topic, cursors))
+    with run.attempt(1).events_path("batch").open("a") as f:
+        f.write(json.dumps({"t": NOW, "event": "ended", "ending": "completed", "last_step": 61}) + "\n")
+    table.refresh(wait=True)
+    assert topic.refresh()
+    cursors.append(take(topic, cursors))
+    shutil.rmtree(run.path)
+    assert topic.refresh()
+    assert take(topic, [None, "", "another server's", *cursors]) not in cursors
+    table.close()
+
+
+def take(topic: usage.UsageTopic, cursors: Sequence[str | None]) -> str:
+    """Return the topic's cursor, after all pages with one of ``cursors`` have heard of it."""
+    changes = [topic.changes_since(cursor) for cursor in cursors]
+    (cursor,) = {change.cursor for change in changes if change is not None}
+    assert None not in changes and topic.changes_since(cursor) is None
+    return cursor
 
 
 def test_little_usage_is_not_zero(home: Path) -> None:
