@@ -3,7 +3,8 @@
 attach   `clustertrain watch JOB` from its start to the first complete report of all four nodes.
 cpu      the samplers, each with eight stub GPUs at the default interval of 3 s: processor time per second of wall time,
          and resident memory, without their start. The stub answers at once; a driver adds its own time.
-steps    steps of fixed work of one rank, alternately with and without a sampler, in pairs.
+steps    steps of fixed work of one rank on a core of its own, with and without a sampler on that core, in groups of
+         four turns: without, with, with, without. A drift of the core's speed cancels within a group.
 cycles   attach and detach, 50 times: what is left of processes, steps and files on the nodes and in the job's folder.
 
 On the testbed all hosts share the processors of this machine, so attach and steps are slower than on a cluster.
@@ -12,6 +13,7 @@ On the testbed all hosts share the processors of this machine, so attach and ste
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import statistics
 import subprocess
@@ -30,24 +32,29 @@ from benchmarks.telemetry import build_stub
 from benchmarks.verdict import interval
 
 HOSTS, GPUS = 4, 8
-ATTACH_ROUNDS, CYCLES, PAIRS = 5, 50, 7
-TURN_S, CPU_S, SETTLE_S = 8.0, 60.0, 15.0
+ATTACH_ROUNDS, CYCLES, GROUPS = 5, 50, 30
+TURN_S, CPU_S, SETTLE_S = 4.0, 60.0, 15.0
 TIMEOUT_S = 60.0
 INTERVAL_S = 3.0  # the default of the command
 _CLI = [sys.executable, "-m", "clustertrain", "watch"]
 
-# A rank: steps of about 5 ms on one thread and as long a pause, each with its end and duration in a file.
+# A rank: steps of about 3 ms on one thread, each with its end and duration in a file, and a pause after each. On the
+# machine's last core if it is to have a core of its own.
 _RANK = """
 import os, sys, time
 import numpy as np
+folder, pause_s, own_core = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "own-core"
+if own_core:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 a = np.random.default_rng(0).random((256, 256), dtype=np.float32)
-with open(f"{sys.argv[1]}/steps-{os.environ['SLURM_PROCID']}", "w", buffering=1) as f:
+with open(f"{folder}/steps-{os.environ['SLURM_PROCID']}", "w", buffering=1) as f:
     while True:
         began = time.perf_counter()
         for _ in range(8):
             a @ a
         f.write(f"{time.time()} {time.perf_counter() - began}\\n")
-        time.sleep(0.005)
+        if pause_s:
+            time.sleep(pause_s)
 """
 
 
@@ -85,8 +92,9 @@ def main() -> int:
             result["attach"] = _measure_attach(job)
             result["cpu"] = _measure_cpu(job)
             result["cycles"] = _measure_cycles(job)
-        # Ranks that compete for the cores of one machine would hide a difference of 1 %.
-        with _running_job(slurm, Path(scratch, "one-rank"), 1) as job:
+        # Ranks that compete for the cores of one machine would hide a difference of 1 %. So would pauses: a core that
+        # is often idle changes its speed.
+        with _running_job(slurm, Path(scratch, "one-rank"), 1, own_core=True) as job:
             result["steps"] = _measure_steps(job)
     return measure.write_with_targets("watch", result, check_targets(result))
 
@@ -95,14 +103,14 @@ def check_targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     values = [
         ("first report of 4 hosts: at most 5 s", result["attach"]["first_report_s"]["median"], 5.0),
         ("sampler of a node: at most 0.1 % of a core, as a share", result["cpu"]["cpu_s_per_wall_s"]["median"], 0.001),
-        ("step time beside a sampler: longer by at most", result["steps"]["interval"][1] - 1.0, 0.01),
+        ("step time with a sampler on the rank's core: longer by at most", result["steps"]["interval"][1] - 1.0, 0.01),
         (f"left after {CYCLES} times attach and detach", float(len(result["cycles"]["left"])), 0.0),
     ]
     return [{"words": words, "value": value, "at_most": bound, "met": value <= bound} for words, value, bound in values]
 
 
 @contextlib.contextmanager
-def _running_job(slurm: Cluster, folder: Path, hosts: int) -> Iterator[_Job]:
+def _running_job(slurm: Cluster, folder: Path, hosts: int, *, own_core: bool = False) -> Iterator[_Job]:
     folder.mkdir()
     stub = build_stub(folder)
     env = {**slurm.env, "CLUSTERTRAIN_HOME": str(folder / "home"), "PYTHONPATH": str(measure.ROOT)}
@@ -112,7 +120,8 @@ def _running_job(slurm: Cluster, folder: Path, hosts: int) -> Iterator[_Job]:
     temporary.mkdir()
     env["TMPDIR"] = str(temporary)
     (work / "rank.py").write_text(_RANK)
-    script = f"#!/bin/sh\nexec srun {sys.executable} rank.py {work}\n"
+    arguments = "0 own-core" if own_core else "0.005 any-core"
+    script = f"#!/bin/sh\nexec srun {sys.executable} rank.py {work} {arguments}\n"
     (work / "job.sh").write_text(script)
     options = [f"-N{hosts}", "--ntasks-per-node=1", f"--gres=gpu:{GPUS}", "--mem=4000", f"--chdir={work}", "-o", "out"]
     argv = ["sbatch", "--parsable", *options, str(work / "job.sh")]
@@ -215,27 +224,40 @@ def _spread(values: list[float]) -> tuple[float, float, float]:
 
 
 def _measure_steps(job: _Job) -> dict[str, Any]:
-    """Return the ratio of the mean step time with samplers to that without, over pairs of turns."""
+    """Return the ratio of the mean step time with a sampler to that without, over groups of turns."""
     ratios, alone = [], []
-    for pair in range(PAIRS):
-        step_s = {}
-        for watched in (True, False) if pair % 2 else (False, True):
-            with _watching(job) if watched else contextlib.nullcontext():
-                start = time.time()
-                time.sleep(TURN_S)
-                end = time.time()
-            step_s[watched] = job.mean_step_s(start, end)
-        ratios.append(step_s[True] / step_s[False])
-        alone.append(step_s[False])
+    for _ in range(GROUPS):
+        before = _measure_turn(job, TURN_S)
+        with _watching(job):
+            _move_to_core_of_rank(_list_samplers())
+            watched = _measure_turn(job, 2 * TURN_S)
+        after = _measure_turn(job, TURN_S)
+        alone += [before, after]
+        ratios.append(watched / statistics.mean((before, after)))
     low, high = interval(ratios)
     return {
-        "pairs": PAIRS,
+        "groups": GROUPS,
         "turn_s": TURN_S,
         "step_s": round(statistics.median(alone), 6),
         "ratio": round(statistics.median(ratios), 5),
         "interval": [round(low, 5), round(high, 5)],
         "between_turns_alone": round(statistics.stdev(alone) / statistics.mean(alone), 5),
     }
+
+
+def _measure_turn(job: _Job, seconds: float) -> float:
+    start = time.time()
+    time.sleep(seconds)
+    return job.mean_step_s(start, time.time())
+
+
+def _move_to_core_of_rank(pids: list[int]) -> None:
+    """Let the samplers run only where the rank runs, as on a node whose ranks use all cores."""
+    if not pids:
+        raise CannotRun("no sampler runs")
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {max(os.sched_getaffinity(0))})
 
 
 def _measure_cycles(job: _Job) -> dict[str, Any]:

@@ -89,7 +89,9 @@ def record(argv: Sequence[str], env: dict[str, str]) -> str:
     return screen.ansi()
 
 
-def record_output(argv: Sequence[str], env: dict[str, str], columns: int, rows: int) -> list[tuple[float, str]]:
+def record_output(
+    argv: Sequence[str], env: dict[str, str], columns: int, rows: int, folder: Path = ROOT
+) -> list[tuple[float, str]]:
     """Run ``argv`` to its end on a terminal of its own; returns what it wrote, each part after so many seconds.
 
     Raises:
@@ -98,7 +100,7 @@ def record_output(argv: Sequence[str], env: dict[str, str], columns: int, rows: 
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     start = time.monotonic()
-    child = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
+    child = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=folder)
     os.close(slave)
     decoder = codecs.getincrementaldecoder("utf-8")()
     parts: list[tuple[float, str]] = []

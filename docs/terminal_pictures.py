@@ -1,44 +1,45 @@
-"""Draws what the reporting commands print on a terminal, for a person to look at.
+"""Draws what each command prints on a terminal, for a person to look at.
 
-    python -m docs.terminal_pictures [FOLDER]     default: site/terminal
+    python -m docs.terminal_pictures [FOLDER] [SHEET…]     default: all sheets, in site/terminal
 
-Each sheet shows several commands on made-up runs, at 80 or 160 columns, on a light or a dark background. The commands
-run in a pseudo-terminal, and Chromium draws the sheets.
+Each sheet shows several commands, at 80 or 160 columns, on a light or a dark background. The commands run in a
+pseudo-terminal, on made-up runs and on real ones on this machine and on Slurm, and Chromium draws the sheets. Without
+Slurm, the sheet that needs it is left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import html
 import io
-import math
 import os
 import pty
 import re
 import select
-import shlex
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from rich.text import Text
 
-from clustertrain import clock, fsio
-from clustertrain.run import run_dir
-from clustertrain.run.run_dir import RunDir
+from benchmarks.cluster import cluster
+from benchmarks.measure import CannotRun
+from benchmarks.telemetry import build_stub
 from docs.picture import ROOT, clean_environment, record_output
-from tests.unit.report import live_runs
+from docs.terminal_scenes import MADE_UP, SLURM, SLURM_VARIABLES, list_sheets, prepare_folder, prepare_runs
 
 WIDTHS, ROWS = (80, 160), 40
 START_S, KEY_S = 60.0, 3.0  # until the first frame, and between two keys
+LINES = 70  # of a command
 DARK = TerminalTheme(
     (30, 30, 30),
     (220, 220, 220),
@@ -48,158 +49,50 @@ DARK = TerminalTheme(
      (238, 238, 236)],
 )  # fmt: skip
 THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": DARK}
-LLAMA = "--set model.preset=llama3.1-8b --nodes 4 --gpus 8 --gpu-type h100"
-LIVE, FAILED, QUEUED, DONE = "llama-abc234", "net-def567", "vit-ghj234", "net-klm567"
-# After a |: keys, of which the last one ends the program.
-SHEETS: Mapping[str, tuple[str, ...]] = {
-    "help": ("--help", "submit --help", "logs --help", "checkpoint --help", "stauts", "status nosuchrun"),
-    "plan": (
-        "plan templates/demo.toml",
-        f"plan {LLAMA}",
-        f"plan {LLAMA} --why",
-        f"plan {LLAMA} --gpus-range 8-64",
-        "recipe explain optim.lr",
-        "recipe explain checkpoint",
-    ),
-    "runs": (
-        "list",
-        f"status {LIVE}",
-        f"status {FAILED}",
-        f"status {QUEUED}",
-        f"status {DONE}",
-        f"logs {LIVE} -n 5",
-        f"logs {FAILED} --errors",
-        f"compare {DONE} {FAILED}",
-        f"rm {DONE} {FAILED} --dry-run",
-    ),
-    "gpus": (
-        f"top {LIVE} | q",
-        f"top {LIVE} | / 1 3 \r q",
-        f"top {LIVE} | \r q q",
-        f"top {LIVE} | ? q q",
-        f"telemetry {LIVE} --brief",
-        f"telemetry {LIVE}",
-    ),
-}
 
 
-def prepare_runs(home: Path) -> None:
-    """Create a run with sick GPUs that runs, one that failed, one in the queue, and one that completed."""
-    os.environ["CLUSTERTRAIN_HOME"] = str(home)
-    now = clock.now()
-    live = live_runs.new_run(home, now, name=LIVE, submitted=7000.0)
-    nodes = [f"gpu-node-{i:02}" for i in range(4)]
-    live_runs.begin(live, now, nodes)
-    live_runs.create_job("local-1", live)
-    for k, node in enumerate(nodes):
-        live_runs.record(live, node, now, first=8 * k, seconds=600, change=_make_sick)
-    _write_log(live, now)
-    failed = _new_run(home, FAILED, "local-2", now - 4000)
-    live_runs.begin(failed, now - 3600, ["a", "b"], steps=320, total=600)
-    _set_job(failed, "local-2")
-    _fail(failed, now - 3600)
-    queued = _new_run(home, QUEUED, "local-3", now - 100)
-    live_runs.create_job("local-3", queued, "PENDING", "Resources", now + 5400)
-    done = _new_run(home, DONE, "local-4", now - 90_000)
-    live_runs.begin(done, now - 80_000, ["a", "b"], steps=600, total=600)
-    _set_job(done, "local-4")
-    _end(done, now - 80_000, "completed", "all ranks completed", step=600)
-
-
-def _new_run(home: Path, name: str, job_id: str, submitted: float) -> RunDir:
-    run = live_runs.new_run(home, submitted, name=name, submitted=0.0)
-    (run.events / "submit.jsonl").unlink()
-    log = fsio.JsonlAppender(run.events / "submit.jsonl")
-    log.append({"t": submitted, "event": "submitted", "job_id": job_id, "backend": "local"})
-    log.close()
-    live_runs.create_job(job_id, run, "FAILED")
-    return run
-
-
-def _set_job(run: RunDir, job_id: str) -> None:
-    record = fsio.read_json(run.attempt(1).record)
-    fsio.write_json(run.attempt(1).record, {**record, "job_id": job_id})
-
-
-def _make_sick(node: str, second: int, values: dict[str, float]) -> None:
-    if node == "gpu-node-01":
-        values |= {"gpu1.throttle_thermal": 1.0, "gpu1.temperature_c": 91.0, "gpu1.sm_clock_mhz": 1200.0}
-        values |= {"gpu2.utilization": 0.0, "rank13.step": values["rank13.step"] - 7}
-        if second > 300:
-            values |= {k: math.nan for k in values if k.startswith("gpu3.")}
-    if node == "gpu-node-02":
-        values |= {"gpu4.temperature_c": 84.0, "gpu5.utilization": 0.79}
-
-
-def _write_log(run: RunDir, now: float) -> None:
-    run.attempt(1).logs.mkdir(parents=True, exist_ok=True)
-    lines = [
-        f"{time.strftime('%H:%M:%S', time.localtime(now - 600 + 5 * i))}  step {10 * i + 10:>5}/10000  loss"
-        f" {8 / (1 + i / 20):.4g}  1h14m left  500 ms/step  1.05M tok/s  lr 0.000288  grad_norm 0.92"
-        for i in range(120)
-    ]
-    for rank in (0, 10, 13):
-        run.attempt(1).rank_log(rank).write_text("\n".join(lines) + "\n")
-
-
-def _fail(run: RunDir, t: float) -> None:
-    trace = 'Traceback (most recent call last):\n  File "train.py", line 41, in <module>\n    loss = step(batch)\n'
-    error = {"type": "ValueError", "message": "expected 10 classes, got 11", "traceback": f"{trace}ValueError: …\n"}
-    rank = {"rank": 5, "ending": "failed", "kind": "error", "error": error}
-    run.attempt(1).results.mkdir(parents=True)
-    fsio.write_json(
-        run.attempt(1).result_path("b"), {"node": "b", "ending": "failed", "kind": "error", "ranks": [rank]}
-    )
-    run.attempt(1).logs.mkdir(parents=True, exist_ok=True)
-    run.attempt(1).rank_log(5).write_text(f"{trace}ValueError: expected 10 classes, got 11\n")
-    _end(run, t, "failed", "rank 5 on b: ValueError: expected 10 classes, got 11", step=320)
-
-
-def _end(run: RunDir, t: float, ending: str, reason: str, step: int) -> None:
-    log = fsio.JsonlAppender(run.attempt(1).events_path("batch"))
-    log.append({"t": t, "event": "ended", "ending": ending, "reason": reason, "last_step": step})
-    if ending != "completed":
-        log.append({"t": t, "event": "stopped", "reason": reason})
-    log.close()
-
-
-def record_command(command: str, columns: int, env: dict[str, str]) -> str:
-    """Return what stands on the terminal after a command, or before its last key, with its colors."""
-    arguments, _, keys = command.partition(" | ")
-    argv = [sys.executable, "-m", "clustertrain", *shlex.split(arguments)]
-    env = {**env, "PYTHONPATH": str(ROOT)}
+def record_line(line: str, columns: int, env: dict[str, str], folder: Path) -> str:
+    """Return what stands on the terminal after a shell line, or before its last key, with its colors."""
+    command, _, keys = line.partition(" | KEYS ")
+    argv = ["/bin/sh", "-c", f"{command}; true"]
     if keys:
-        frames = re.split(r"\x1b\[H|\x1b\[\?1049h", _press_keys(argv, columns, env, keys.split(" ")))
-        text = frames[-1]
+        pressed = [key.encode().decode("unicode_escape") for key in keys.split(" ")]
+        text = re.split(r"\x1b\[H|\x1b\[\?1049h", _press_keys(argv, columns, env, folder, pressed))[-1]
     else:
-        parts = record_output(["/bin/sh", "-c", f"{shlex.join(argv)}; true"], env, columns, ROWS)
-        text = "".join(part for _, part in parts)
-    return re.sub(r"\x1b\[\?\d+[hl]", "", text.replace("\r\n", "\n").replace("\r", ""))
+        text = "".join(part for _, part in record_output(argv, env, columns, ROWS, folder))
+    lines = re.sub(r"\x1b\[\?\d+[hl]", "", text.replace("\r\n", "\n")).split("\n")
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]  # a progress line shows its last state
+    cut = [f"… {len(shown) - LINES} more lines"] if len(shown) > LINES else []
+    return "\n".join(shown[:LINES] + cut)
 
 
-def _press_keys(argv: Sequence[str], columns: int, env: dict[str, str], keys: Sequence[str]) -> str:
-    """Return what a program wrote until its last key was pressed, which ends it. A key comes every ``KEY_S``."""
+def _press_keys(argv: Sequence[str], columns: int, env: dict[str, str], folder: Path, keys: Sequence[str]) -> str:
+    """Return what a program wrote until its last key was pressed. A key comes every ``KEY_S``."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
-    child = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
+    # With a controlling terminal, so that Ctrl-C is a signal.
+    argv = ["setsid", "--ctty", "--wait", *argv]
+    child = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=folder)
     os.close(slave)
     output, deadline = b"", time.monotonic() + START_S
-    while b"\x1b[?1049h" not in output and time.monotonic() < deadline:  # it has taken the screen
-        output += _read_for(master, 0.1)
+    while time.monotonic() < deadline:  # until it has taken the screen, or waits
+        part = _read_for(master, KEY_S if output else START_S, first_only=True)
+        output += part
+        if not part or b"\x1b[?1049h" in output:
+            break
     for key in keys:
         output += _read_for(master, KEY_S)
         os.write(master, key.encode())
-    _read_for(master, 30.0)
+    last = _read_for(master, 30.0)
     os.close(master)
-    if child.wait() != 0:
-        raise RuntimeError(f"{shlex.join(argv)} failed: {output.decode()}")
-    return output.decode()
+    child.wait()
+    return (output if b"\x1b[?1049h" in output else output + last).decode()
 
 
-def _read_for(terminal: int, seconds: float) -> bytes:
+def _read_for(terminal: int, seconds: float, *, first_only: bool = False) -> bytes:
     """Return what is written to a terminal in some seconds, or until its last program has ended."""
     output, deadline = b"", time.monotonic() + seconds
-    while (remaining := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0 and not (first_only and output):
         if select.select([terminal], [], [], remaining)[0]:
             try:
                 output += os.read(terminal, 1 << 16)
@@ -208,17 +101,16 @@ def _read_for(terminal: int, seconds: float) -> bytes:
     return output
 
 
-def _render_sheet(outputs: Mapping[str, str], columns: int, theme: TerminalTheme) -> str:
+def _render_sheet(outputs: Mapping[tuple[int, str], str], columns: int, theme: TerminalTheme) -> str:
     figures = []
-    for command, text in outputs.items():
+    for (_, command), text in outputs.items():
         console = Console(width=columns, record=True, file=io.StringIO(), force_terminal=True, legacy_windows=False)
         for line in Text.from_ansi(text).split("\n", allow_blank=True):
             # As a terminal does, in the middle of a word.
             for part in line.divide(range(columns, line.cell_len, columns)):
                 console.print(part, soft_wrap=True)
         code = console.export_html(theme=theme, inline_styles=True, code_format="<pre>{code}</pre>")
-        shown = html.escape(command.replace("\r", "⏎"))
-        figures.append(f"<figure><figcaption>$ clustertrain {shown}</figcaption>{code}</figure>")
+        figures.append(f"<figure><figcaption>$ {html.escape(command)}</figcaption>{code}</figure>")
     background, foreground = theme.background_color.hex, theme.foreground_color.hex
     style = f"""
 body {{ margin: 16px; background: {background}; color: {foreground}; columns: {3 if columns < 100 else 2}; gap: 24px }}
@@ -229,24 +121,72 @@ pre {{ font: 13px/1.25 'DejaVu Sans Mono', monospace; margin: 0; width: {columns
     return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(figures)}"
 
 
-def main(folder: Path) -> None:
+@contextlib.contextmanager
+def _slurm(scratch: Path) -> Iterator[dict[str, str]]:
+    """Yield the environment in which Slurm answers and a bare job with stub GPUs runs; an empty one without Slurm."""
+    with contextlib.ExitStack() as stack:
+        try:
+            slurm = stack.enter_context(cluster())
+            stub = build_stub(scratch)
+        except CannotRun as e:
+            print(f"without the sheet {SLURM}: {e}", file=sys.stderr)
+            yield {}
+            return
+        env = {**slurm.env, "LD_LIBRARY_PATH": str(stub.folder), "NVML_STUB_DEVICES": "8"}
+        argv = ["sbatch", "--parsable", "-N4", "--ntasks-per-node=2", "--gres=gpu:2", "--mem=4000", "-o", "/dev/null"]
+        argv += ["--job-name=their-training", "--wrap", f"srun {sys.executable} -c 'import time; time.sleep(3600)'"]
+        job = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.strip()
+        stack.callback(slurm.cancel, job)
+        yield {**env, "JOB": job}
+
+
+def main(target: Path, names: Sequence[str]) -> None:
     """Write one PNG per sheet, width and background."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="clustertrain-") as home, sync_playwright() as playwright:
-        prepare_runs(Path(home))
-        assert run_dir.runs_folder().is_dir()
-        env = clean_environment(home)
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+    target.mkdir(parents=True, exist_ok=True)
+    sheets = {name: lines for name, lines in list_sheets().items() if name in names or not names}
+    with contextlib.ExitStack() as stack:
+        browser = stack.enter_context(sync_playwright()).chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox"]
+        )
+        stack.callback(browser.close)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clustertrain-")))
+        slurm = stack.enter_context(_slurm(scratch)) if SLURM in sheets else {}
         for columns in WIDTHS:
-            view = browser.new_page(viewport={"width": 2100 if columns < 100 else 2700, "height": 400})
-            for name, commands in SHEETS.items():
-                outputs = {command: record_command(command, columns, env) for command in commands}
-                for scheme, theme in THEMES.items():
-                    view.set_content(_render_sheet(outputs, columns, theme))
-                    view.screenshot(path=folder / f"{name}-{columns}-{scheme}.png", full_page=True)
-        browser.close()
-    print(f"{len(SHEETS) * len(WIDTHS) * len(THEMES)} sheets in {folder}")
+            _draw_sheets(browser, target, sheets, columns, scratch / str(columns), slurm)
+    print(f"{len(list(target.glob('*.png')))} pictures in {target}")
+
+
+def _draw_sheets(
+    browser: Browser,
+    target: Path,
+    sheets: Mapping[str, Sequence[str]],
+    columns: int,
+    scratch: Path,
+    slurm: dict[str, str],
+) -> None:
+    home, folder = scratch / "home", scratch / "work"
+    folder.mkdir(parents=True)
+    prepare_runs(home)
+    prepare_folder(folder)
+    view = browser.new_page(viewport={"width": 2100 if columns < 100 else 2700, "height": 400})
+    for name, lines in sheets.items():
+        if name == SLURM and not slurm:
+            continue
+        # The sheets about made-up runs have no other runs, and those about real ones no made-up ones.
+        env = clean_environment(str(home if name in MADE_UP else scratch / "real"))
+        env |= {"PYTHONPATH": str(ROOT), "SHELL": "/bin/sh", "PS1": "$ "}
+        if name == SLURM:
+            env |= {k: v for k, v in slurm.items() if k in SLURM_VARIABLES}
+        outputs = {}
+        for line in lines:
+            print(f"{columns} {name}: {line}", file=sys.stderr)
+            outputs[len(outputs), line] = record_line(line, columns, env, folder)
+        for scheme, theme in THEMES.items():
+            view.set_content(_render_sheet(outputs, columns, theme))
+            view.screenshot(path=target / f"{name}-{columns}-{scheme}.png", full_page=True)
+    view.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "site" / "terminal")
+    arguments = sys.argv[1:] or [str(ROOT / "site" / "terminal")]
+    main(Path(arguments[0]), arguments[1:])

@@ -116,10 +116,11 @@ def _show(chosen: Plan, command: str, verdict: str, *, why: bool) -> None:
 def format_verdict(prepared: PreparedRun) -> str:
     """Return the plan in one line: layout, speed, memory, and the time of the whole run; empty if nothing is predicted.
 
-    For example ``fsdp on 32 x h100: 4.88 s per step, MFU 39%, 48.8 of 80 GiB; 200 steps in 16m16s, 8.7 GPU-hours``.
+    For example ``fsdp on 32 x h100: 4.88 s per step, MFU 39%, 48.8 of 80 GiB; 200 steps in 16m16s, 8.7 GPU-hours``, or
+    ``fsdp on 4 CPU ranks: 15.8 MiB per rank; 120 steps; CPU speed is not predicted``.
     """
     from clustertrain.durations import format_duration
-    from clustertrain.plan.layout import format_number
+    from clustertrain.plan.layout import format_gib, format_number, pluralize
     from clustertrain.plan.request import PlanRequest
 
     chosen = prepared.plan
@@ -131,9 +132,17 @@ def format_verdict(prepared: PreparedRun) -> str:
         parts.append(f"MFU {chosen.time.mfu:.0%}")
     if memory.peak_gib is not None and memory.capacity_gib is not None:
         parts.append(f"{memory.peak_gib:.3g} of {memory.capacity_gib:g} GiB{'' if memory.fits else ', DOES NOT FIT'}")
-    if gpu is None or not parts:
+    elif memory.peak_gib is not None:
+        parts.append(f"{format_gib(memory.peak_gib)} per rank")
+    if not parts:
         return ""
     whole = ""
+    if gpu is None:
+        on_cpu = chosen.device == "cpu"
+        ranks = pluralize(chosen.world_size, "CPU rank" if on_cpu else "GPU")
+        whole = f"; {total_steps:,} steps" if total_steps else ""
+        speed = "CPU speed is not predicted" if on_cpu else "no speed without a known --gpu-type"
+        return f"{chosen.layout.describe()} on {ranks}: {', '.join(parts)}{whole}; {speed}"
     if total_steps and step_s is not None:
         gpu_hours = total_steps * step_s * chosen.world_size / 3600
         whole = f"; {total_steps:,} steps in {format_duration(total_steps * step_s)}, {gpu_hours:,.3g} GPU-hours"

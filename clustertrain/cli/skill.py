@@ -13,7 +13,7 @@ SKILL = "skills/clustertrain/SKILL.md"
 def skill() -> None:
     """Print the skill file for agents: how to submit, watch and diagnose runs.
 
-    \\b
+    \b
     mkdir -p .claude/skills/clustertrain
     clustertrain skill > .claude/skills/clustertrain/SKILL.md
     """

@@ -37,6 +37,10 @@ def test_reference_page_is_current(name: str) -> None:
     assert committed == pages.PAGES[name](), "run: python -m docs.generate"
 
 
+def test_help_shows_no_mark_of_its_own_source() -> None:
+    assert r"\b" not in pages.PAGES["cli.md"]().split(), "a paragraph mark of click is escaped twice"
+
+
 def test_manual_pages_are_current() -> None:
     committed = {path.name: path.read_text() for path in (ROOT / "docs" / "man").iterdir()}
     assert committed == manual.render_pages(), "run: python -m docs.generate"

@@ -290,6 +290,21 @@ def test_plan_leads_with_the_time_of_the_whole_run(run_cli: RunCli, capsys: pyte
     assert re.match(r"single on 1 x h100: \d+ of 80 GiB, DOES NOT FIT\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("device", "verdict"),
+    [
+        ("cpu", r"ddp on 2 CPU ranks: [\d.]+ GiB per rank; 50 steps; CPU speed is not predicted"),
+        ("cuda", r"ddp on 2 GPUs: [\d.]+ GiB per rank; 50 steps; no speed without a known --gpu-type"),
+    ],
+)
+def test_plan_leads_with_what_it_knows_without_a_gpu_type(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], device: str, verdict: str
+) -> None:
+    assert run_cli("plan", "--gpus", "2", "--device", device, "--set", "train.steps=50") == 0
+    first = " ".join(capsys.readouterr().out.partition("  layout  ")[0].split())
+    assert re.fullmatch(verdict, first), first
+
+
 def test_plan_json_has_the_documented_keys(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("plan", "--gpus", "2", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
