@@ -39,7 +39,7 @@ from docs.terminal_scenes import MADE_UP, SLURM, SLURM_VARIABLES, list_sheets, p
 
 WIDTHS, ROWS = (80, 160), 40
 START_S, KEY_S = 60.0, 3.0  # until the first frame, and between two keys
-LINES = 70  # of a command
+LINES, LIMIT_S = 70, 300  # of a command
 DARK = TerminalTheme(
     (30, 30, 30),
     (220, 220, 220),
@@ -54,7 +54,7 @@ THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": DARK}
 def record_line(line: str, columns: int, env: dict[str, str], folder: Path) -> str:
     """Return what stands on the terminal after a shell line, or before its last key, with its colors."""
     command, _, keys = line.partition(" | KEYS ")
-    argv = ["/bin/sh", "-c", f"{command}; true"]
+    argv = ["timeout", "--foreground", f"{LIMIT_S}", "/bin/sh", "-c", f"{command}; true"]
     if keys:
         pressed = [key.encode().decode("unicode_escape") for key in keys.split(" ")]
         text = re.split(r"\x1b\[H|\x1b\[\?1049h", _press_keys(argv, columns, env, folder, pressed))[-1]

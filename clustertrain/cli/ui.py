@@ -41,7 +41,7 @@ def ui(port: int | None, home: str | None, no_browser: bool) -> int:
     with _open_browser(url) if not no_browser and has_browser(os.environ) else contextlib.nullcontext(False) as opened:
         if not opened:
             click.echo(
-                "No browser here? On your own machine, run the next line, then open the address above:\n"
+                "No browser here? Run this on your own machine, then open the address above:\n"
                 f"  ssh -L {port}:127.0.0.1:{port} {settings.user_name()}@{socket.getfqdn()}"
             )
         server.serve(listener, token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from clustertrain.config.job import JobSpec
@@ -68,10 +69,17 @@ def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
 
 def _list_slurm_requirements(job: JobSpec) -> list[str]:
     """Return the settings in ``job`` that only a cluster supports, as text."""
-    requirements = [
-        f"job.{name} = {format_value(getattr(job, name))}" for name in _SLURM_ONLY_KEYS if getattr(job, name)
-    ]
+    requirements = _format_settings(job, _SLURM_ONLY_KEYS)
     return [*requirements, f"job.nodes = {job.nodes}"] if job.nodes > 1 else requirements
+
+
+def list_settings_without_effect(job: JobSpec) -> list[str]:
+    """Return the settings in ``job`` that the local backend ignores, as text. It has time limits too."""
+    return _format_settings(job, [name for name in _SLURM_ONLY_KEYS if name != "time"])
+
+
+def _format_settings(job: JobSpec, names: Iterable[str]) -> list[str]:
+    return [f"job.{name} = {format_value(getattr(job, name))}" for name in names if getattr(job, name)]
 
 
 def get_backend(name: str) -> Backend:

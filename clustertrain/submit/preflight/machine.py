@@ -10,6 +10,7 @@ from clustertrain import settings
 from clustertrain.config.checks import storage_paths
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.plan.layout import pluralize
+from clustertrain.scheduler.registry import list_settings_without_effect
 from clustertrain.submit.preflight import filesystem
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.resolve import has_gpu
@@ -90,14 +91,16 @@ def _is_from_profile(prepared: PreparedRun) -> bool:
 
 
 def note_local_backend(prepared: PreparedRun) -> list[str]:
-    """Note that the run stays on this machine; refuse nothing."""
+    """Note that the run stays on this machine, and which settings that makes useless; refuse nothing."""
     if prepared.backend.name != "local":
         return []
     plan, cores = prepared.plan, len(os.sched_getaffinity(0))
     device = "CPU" if plan.device == "cpu" else "GPU"
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     core_note = f" with {pluralize(cores, 'core')}" if plan.world_size > cores else ""
-    return [f"local backend: {device}, {nodes}{pluralize(plan.world_size, 'rank')} on this machine{core_note}"]
+    note = f"local backend: {device}, {nodes}{pluralize(plan.world_size, 'rank')} on this machine{core_note}"
+    ignored = list_settings_without_effect(prepared.spec.job)
+    return [f"{note}; for Slurm only, without effect here: {', '.join(ignored)}" if ignored else note]
 
 
 def _check_folder(folder: Path, setting: str, *, shared: bool) -> list[str]:

@@ -96,9 +96,11 @@ def test_without_slurm_options_the_local_backend_is_used(run_cli: RunCli) -> Non
 def test_local_backend_accepts_slurm_options(run_cli: RunCli) -> None:
     cores = len(os.sched_getaffinity(0))
     code, _, err = run_cli(
-        "submit", "--dry-run", "--backend", "local", "--device", "cpu", "--nodes", "1000", "--time=60"
-    )
+        "submit", "--dry-run", "--backend", "local", "--device", "cpu", "--nodes", "1000", "--time=60",
+        "--partition", "gpu", "--exclude", "node07",
+    )  # fmt: skip
     assert code == 0 and f"local backend: CPU, 1000 nodes, 1000 ranks on this machine with {cores} core" in err
+    assert "for Slurm only, without effect here: " in err and 'job.partition = "gpu", job.exclude = "node07"' in err
 
 
 @pytest.mark.usefixtures("laptop")
