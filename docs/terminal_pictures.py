@@ -34,10 +34,11 @@ from rich.text import Text
 from benchmarks.cluster import cluster
 from benchmarks.measure import CannotRun
 from benchmarks.telemetry import build_stub
-from docs.picture import ROOT, clean_environment, record_output
+from docs.picture import ROOT, Screen, clean_environment, record_output
 from docs.terminal_scenes import MADE_UP, SLURM, SLURM_VARIABLES, list_sheets, prepare_folder, prepare_runs
 
 WIDTHS, ROWS = (80, 160), 40
+FULL_SCREEN = "\x1b[?1049h"  # what a program writes that takes the whole terminal
 START_S, KEY_S = 60.0, 3.0  # until the first frame, and between two keys
 LINES, LIMIT_S = 70, 300  # of a command
 DARK = TerminalTheme(
@@ -57,11 +58,15 @@ def record_line(line: str, columns: int, env: dict[str, str], folder: Path) -> s
     argv = ["timeout", "--foreground", f"{LIMIT_S}", "/bin/sh", "-c", f"{command}; true"]
     if keys:
         pressed = [key.encode().decode("unicode_escape") for key in keys.split(" ")]
-        text = re.split(r"\x1b\[H|\x1b\[\?1049h", _press_keys(argv, columns, env, folder, pressed))[-1]
+        text = _press_keys(argv, columns, env, folder, pressed)
     else:
         text = "".join(part for _, part in record_output(argv, env, columns, ROWS, folder))
-    lines = re.sub(r"\x1b\[\?\d+[hl]", "", text.replace("\r\n", "\n")).split("\n")
-    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]  # a progress line shows its last state
+    if FULL_SCREEN in text:
+        shown = re.sub(r"\x1b\[\?\d+[hl]|\r", "", re.split(r"\x1b\[H|\x1b\[\?1049h", text)[-1]).split("\n")
+    else:  # lines, of which some are replaced as a progress bar moves
+        screen = Screen()
+        screen.feed(text)
+        shown = screen.ansi().split("\n")
     cut = [f"… {len(shown) - LINES} more lines"] if len(shown) > LINES else []
     return "\n".join(shown[:LINES] + cut)
 
@@ -78,7 +83,7 @@ def _press_keys(argv: Sequence[str], columns: int, env: dict[str, str], folder: 
     while time.monotonic() < deadline:  # until it has taken the screen, or waits
         part = _read_for(master, KEY_S if output else START_S, first_only=True)
         output += part
-        if not part or b"\x1b[?1049h" in output:
+        if not part or FULL_SCREEN.encode() in output:
             break
     for key in keys:
         output += _read_for(master, KEY_S)
@@ -86,7 +91,7 @@ def _press_keys(argv: Sequence[str], columns: int, env: dict[str, str], folder: 
     last = _read_for(master, 30.0)
     os.close(master)
     child.wait()
-    return (output if b"\x1b[?1049h" in output else output + last).decode()
+    return (output if FULL_SCREEN.encode() in output else output + last).decode()
 
 
 def _read_for(terminal: int, seconds: float, *, first_only: bool = False) -> bytes:

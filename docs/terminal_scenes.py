@@ -84,7 +84,8 @@ SHEETS: Mapping[str, tuple[str, ...]] = {
         "clustertrain submit --gpus 2 train_script.py --steps 200",
         "clustertrain wait latest",
         "clustertrain status",
-        "clustertrain diagnose recipe.toml",
+        "clustertrain diagnose",
+        "clustertrain diagnose gradients recipe.toml",
     ),
     "demo": (
         "clustertrain demo",

@@ -98,19 +98,17 @@ def _confirm() -> bool:
 
 
 def _show(sizes: dict[RunDir, int], kept: Sequence[tuple[RunDir, str]], sweeps: dict[Path, int]) -> None:
+    from clustertrain.report.checkpoint import format_size
+
     for run, size in sizes.items():
         elsewhere = f"  (checkpoints in {run.checkpoints.resolve()} are kept)" if run.checkpoints.is_symlink() else ""
-        click.echo(f"{run.id}  {_format_size(size)}{elsewhere}")
+        click.echo(f"{run.id}  {format_size(size)}{elsewhere}")
     for sweep, size in sweeps.items():
-        click.echo(f"sweep {sweep.name}  {_format_size(size)}  (it has no other runs)")
+        click.echo(f"sweep {sweep.name}  {format_size(size)}  (it has no other runs)")
     for run, reason in kept:
         click.echo(f"{run.id}: kept: {reason}", err=True)
     total = sum(sizes.values()) + sum(sweeps.values())
-    click.echo(f"{pluralize(len(sizes), 'run')}, {_format_size(total)}", err=True)
-
-
-def _format_size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    click.echo(f"{pluralize(len(sizes), 'run')}, {format_size(total)}", err=True)
 
 
 def _list_inactive(text: str) -> list[RunDir]:

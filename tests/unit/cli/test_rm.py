@@ -185,7 +185,7 @@ def test_sweep_goes_with_its_last_run(home: Path) -> None:
         (sweep / str(i)).symlink_to(f"../../runs/{run.id}")
     first = call(runs[0].id, "--yes")
     assert "sweep" not in first.stdout and (sweep / "code" / "train.py").exists()
-    assert f"sweep {sweep.name}  0.1 MiB" in call(runs[1].id, "--dry-run").stdout and sweep.exists()
+    assert f"sweep {sweep.name}  97.7 KiB" in call(runs[1].id, "--dry-run").stdout and sweep.exists()
     assert call(sweep.name, "--yes").return_value == 0
     assert not sweep.exists() and not runs[1].path.exists()
 
