@@ -109,7 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     runners_up: tuple[RunnerUp, ...] = ()
     """The next layouts that fit, the fastest first."""
     suggested_changes: str = ""
-    """Changes that would make a plan fit that does not; empty if it fits."""
+    """Changes that would make a plan fit that does not; empty if it fits, or if none is known."""
 
 
 def plan(

@@ -304,11 +304,13 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None
     """Tokens of these steps, of all ranks; null for data without tokens."""
     step_s: Stats | None
-    """Time per step, seconds, without the first steps of each attempt, in which it warms up."""
+    """Time per step, seconds, without the first steps of each attempt, in which it warms up; null if no step has a
+    time."""
     tokens_per_s: float | None
-    """Tokens of all ranks per second of the steps in `step_s`, so without checkpoints and evaluations."""
+    """Tokens of all ranks per second of the steps in `step_s`, so without checkpoints and evaluations; null for data
+    without tokens."""
     tokens_per_s_per_gpu: float | None
-    """The same per GPU; null on the CPU."""
+    """The same per GPU; null on the CPU and for data without tokens."""
     mfu: float | None
     """Model FLOPs utilization relative to the data sheet's dense 16-bit rate, 0 to 1; null if the FLOPs of the model or
     the rate of a GPU are unknown."""

@@ -53,7 +53,8 @@ key that it reads.
 - Units are in the names of the keys: `_s` (seconds), `_unix_s` (a point in time: UTC, in seconds since 1970-01-01),
   `_gib`, `_bytes`, `_w`, `_c`, `_mhz`, `_per_s`. Names that end in `_ratio`, `_share` or `utilization` are from 0 to
   1.
-- Every key is always present. `null` means unknown, not measured, or not yet; a zero is a measured zero.
+- Every key is always present. `null` means unknown, not measured, not yet or, in a cluster profile, unset; a zero is
+  a measured zero.
 - Measured and derived figures have at most nine significant digits, which is all that float32 has, and points in time
   have milliseconds. Whole numbers, such as counts of bytes, are exact. Settings, such as the values of a sweep, are
   as somebody wrote them.

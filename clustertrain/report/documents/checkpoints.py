@@ -59,7 +59,8 @@ class CheckpointList(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[CheckpointEntry, ...]
     """One entry per checkpoint."""
     record_error: str | None = None
-    """Why the record of rollbacks cannot be read; the checkpoints that it invalidates are then in the list."""
+    """Why the record of rollbacks cannot be read; the checkpoints that it invalidates are then in the list. Null if it
+    can be read."""
 
 
 class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

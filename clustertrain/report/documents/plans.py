@@ -64,7 +64,7 @@ class PredictedTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialEntry(Trial, frozen=True, kw_only=True):
-    """One tried micro-batch."""
+    """One tried micro-batch. Figures are null if it ran out of memory."""
 
     fits: bool
     """The outcome is `fits`."""
@@ -76,7 +76,7 @@ class MicroBatchSearch(msgspec.Struct, frozen=True, kw_only=True):
     recommended: int | None
     """The micro-batch to use; null if none fits."""
     assignment: str | None
-    """The recommendation as an argument of `--set`."""
+    """The recommendation as an argument of `--set`; null if none fits."""
     represents: str
     """Which job the trials stand for."""
     trials: tuple[TrialEntry, ...]

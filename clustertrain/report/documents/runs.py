@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the run."""
+    """One start of the run. A value that is not known, or not yet, is null."""
 
     n: int
     """Number of the attempt, from 1."""
@@ -49,9 +49,9 @@ class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
     roll_backs: int
     """Returns to an earlier checkpoint because training went wrong."""
     requeued: str | None
-    """How the run was continued: `requeue`, `resubmit` or `slurm`."""
+    """How the run was continued: `requeue`, `resubmit` or `slurm`; null if it was not."""
     stopped: str | None
-    """Why the run is not continued."""
+    """Why the run is not continued; null if nothing decided against it."""
 
 
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,4 +115,4 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     home: str
     """The folder of the runs."""
     profile: str | None
-    """The default cluster profile."""
+    """Name of the default cluster profile; null if there is none."""
