@@ -179,7 +179,7 @@ def _draw_sheets(
             continue
         # The sheets about made-up runs have no other runs, and those about real ones no made-up ones.
         env = clean_environment(str(home if name in MADE_UP else scratch / "real"))
-        env |= {"PYTHONPATH": str(ROOT), "SHELL": "/bin/sh", "PS1": "$ "}
+        env |= {"PYTHONPATH": str(ROOT), "SHELL": "/bin/sh", "PS1": "$ ", "XDG_CONFIG_HOME": str(scratch / "config")}
         if name == SLURM:
             env |= {k: v for k, v in slurm.items() if k in SLURM_VARIABLES}
         outputs = {}

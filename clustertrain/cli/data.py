@@ -23,7 +23,8 @@ def data() -> None:
 @data.command(short_help="Convert text or conversations to token shards.")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
-    "--out",
+    "-o",
+    "--output",
     "folder",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),

@@ -89,6 +89,7 @@ def _list_checks(*, as_json: bool) -> None:
 
         print_json("diagnose-checks", CheckNames(checks=dict(CHECKS)))
         return
-    width = max(map(len, CHECKS))
-    for name, text in {**CHECKS, ALL: "All of these, in this order (the default)."}.items():
-        click.echo(f"{name:<{width}}  {text}")
+    rows = {**CHECKS, ALL: "All of these, in this order (the default)."}
+    formatter = click.get_current_context().make_formatter()
+    formatter.write_dl(list(rows.items()))
+    click.echo(formatter.getvalue(), nl=False)

@@ -69,7 +69,9 @@ def recipe(
     if with_schema:
         _check_output(schema_file, force=force)
     if sys.stdin.isatty() and sys.stdout.isatty():
-        model = model or click.prompt(f"Model: {', '.join(PRESETS)}, or weights to start from", default="tiny")
+        if not model:
+            click.echo(f"Presets: {', '.join(PRESETS)}")
+            model = click.prompt("Model: a preset, or weights to start from", default="tiny")
         data = data if data is not None else click.prompt("Data: a folder or file; empty for a sample text", default="")
         steps = steps or click.prompt("Optimizer steps", default=1000, type=click.IntRange(min=1))
     text = build_recipe(model or "tiny", data or "", tokenizer or "", steps or 1000, adapter=adapter)
@@ -81,10 +83,14 @@ def recipe(
     else:
         _write({output: text})
     click.echo(f"wrote {output}{f' and {schema_file}' if with_schema else ''}; next:")
-    click.echo(f"  clustertrain plan {output}                 what submit would choose")
-    click.echo(f"  clustertrain diagnose init-loss {output}   does the first loss make sense?")
-    click.echo(f"  clustertrain submit {output}")
-    click.echo("  clustertrain recipe explain optim.lr       what a key means")
+    _echo_next(
+        {
+            f"clustertrain plan {output}": "what submit would choose",
+            f"clustertrain diagnose init-loss {output}": "does the first loss make sense?",
+            f"clustertrain submit {output}": "train",
+            "clustertrain recipe explain optim.lr": "what a key means",
+        }
+    )
 
 
 @init.command(short_help="Write a training script that uses a session.")
@@ -101,9 +107,20 @@ def script(output: Path, force: bool) -> None:
         raise ConfigError(f"{SCRIPT} is missing in {templates}", fix="reinstall clustertrain")
     _write({output: source.read_text().replace(SCRIPT, output.name)})
     click.echo(f"wrote {output}; next:")
-    click.echo(f"  python {output} --checkpoint-dir /tmp/first      one process, without clustertrain's launcher")
-    click.echo(f"  clustertrain submit --gpus 2 {output}            two ranks")
-    click.echo("  clustertrain logs -f                             its output")
+    _echo_next(
+        {
+            f"python {output} --checkpoint-dir /tmp/first": "one process, no launcher",
+            f"clustertrain submit --gpus 2 {output}": "two ranks",
+            "clustertrain logs -f": "its output",
+        }
+    )
+
+
+def _echo_next(commands: dict[str, str]) -> None:
+    """Print commands, each with what it shows or does."""
+    width = max(map(len, commands))
+    for command, words in commands.items():
+        click.echo(f"  {command:<{width}}   {words}")
 
 
 def build_recipe(model: str, data: str, tokenizer: str, steps: int, *, adapter: bool) -> str:

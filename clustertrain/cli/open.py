@@ -18,7 +18,7 @@ PAGE = "report.html"  # in the run folder
 
 @click.command("open")
 @run_argument
-@click.option("--output", metavar="FILE", help="Write the page there instead of in the run folder.")
+@click.option("-o", "--output", metavar="FILE", help="Write the page there instead of in the run folder.")
 @click.option("--no-browser", is_flag=True, help="Only write the page, and print its path.")
 def open_(name: str, output: str | None, no_browser: bool) -> None:
     """Write RUN's report as a self-contained page and open it in a browser.

@@ -37,7 +37,12 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--gpus-range", metavar="LOW-HIGH", help="Plan for several numbers of GPUs with the same global batch.")
 @click.option("--table", type=_FILE, metavar="IN.csv", help="Predict each row of a table of configurations.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="OUT.csv", help="Output file of --table (default: stdout)."
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path),
+    metavar="OUT.csv",
+    help="Output file of --table (default: stdout).",
 )
 @click.option("--calibrate", is_flag=True, help="With --table, calibrate each source by its middle measured row.")
 @job_options
@@ -63,7 +68,7 @@ def plan(
     if table is not None:
         return write_predictions(table, out, calibrate=calibrate, as_json=as_json)
     if out is not None or calibrate:
-        raise UsageError("--out and --calibrate need --table", fix="add --table IN.csv")
+        raise UsageError("--output and --calibrate need --table", fix="add --table IN.csv")
     if gpus_range is not None:
         return _show_range(build_request(options), gpus_range, as_json=as_json)
     from clustertrain.submit.checks import check_script_layout
@@ -326,7 +331,7 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
     from clustertrain.plan.table import predict
 
     if out is not None and out.exists() and not out.is_file():
-        raise ConfigError(f"{out} is not a regular file and would be replaced", fix="set --out to a file name")
+        raise ConfigError(f"{out} is not a regular file and would be replaced", fix="set --output to a file name")
     columns, rows = _read_table(source)
     predictions = predict.predict(rows, calibrate=calibrate)
     text = io.StringIO()
@@ -339,7 +344,7 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
         try:
             fsio.write_text(out, text.getvalue())
         except OSError as e:
-            raise ConfigError(f"{out} cannot be written: {e.strerror}", fix="set --out to a writable path") from e
+            raise ConfigError(f"{out} cannot be written: {e.strerror}", fix="set --output to a writable path") from e
     elif not as_json:
         click.echo(text.getvalue(), nl=False)
     not_predicted = [number for number, p in enumerate(predictions, start=1) if p.tokens_per_s_per_gpu is None]

@@ -56,7 +56,7 @@ def rm(
     deletable, kept = _select(runs, with_checkpoints=checkpoints)
     if names and kept:  # nothing is deleted if something that was named cannot be
         reasons = "\n".join(f"{run.id}: {reason}" for run, reason in kept)
-        raise ClusterTrainError(reasons, fix="nothing was deleted; name only runs that can be")
+        raise ClusterTrainError(reasons, fix="leave out the runs that are kept; nothing was deleted")
     from clustertrain.submit.leftovers import find_last_runs, remove_leftovers
 
     sizes, sweeps = {run: _measure(run.path) for run in deletable}, find_last_runs(deletable)

@@ -26,4 +26,4 @@ def schema(name: str | None) -> None:
         return
     width = max(map(len, DOCUMENTS))
     for document, entry in DOCUMENTS.items():
-        click.echo(f"{document:<{width}}  version {entry.version}  clustertrain {entry.command}")
+        click.echo(f"{document:<{width}}  version {entry.version}  {entry.command}")

@@ -87,7 +87,8 @@ def telemetry(
             return
         summary = summarize(run, request)
         if html is not None:
-            _write_page(run, summary, html)
+            size = _write_page(run, summary, html)
+            click.echo(f"{html}: {size / 1e3:,.0f} kB", err=True)
     if as_json:
         print_json("telemetry", summary)
     if as_json or html is not None:
@@ -149,14 +150,13 @@ def _check_html_path(html: str | None) -> None:
         check_path(Path(html))
 
 
-def _write_page(run: RunDir, summary: Summary, html: str) -> None:
-    """Write the HTML page. Raise ConfigError if it cannot be written."""
+def _write_page(run: RunDir, summary: Summary, html: str) -> int:
+    """Write the HTML page; return its size in bytes. Raise ConfigError if it cannot be written."""
     from clustertrain.report.html import write
     from clustertrain.report.html.context import load_context
     from clustertrain.telemetry.analysis.curves import build_curves
 
-    size = write(summary, build_curves(run, summary), Path(html), load_context(run))
-    click.echo(f"{html}: {size / 1e3:,.0f} kB", err=True)
+    return write(summary, build_curves(run, summary), Path(html), load_context(run))
 
 
 def _write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet: str | None) -> None:

@@ -102,6 +102,7 @@ def _watch(job: SlurmJob, *, once: bool, as_json: bool, page: Path | None, inter
         from clustertrain.cli.telemetry import write_report_page
 
         write_report_page(session.run, page)
+        click.echo(page, err=True)
     ended = session.ended.is_set()
     click.echo(
         f"{'recorded' if ended else 'left job ' + job.job_id + '; recorded'} as run {session.run.id}: "

@@ -95,7 +95,7 @@ def test_plan_and_table_of_predictions_import_no_torch(tmp_path: Path) -> None:
         "clustertrain.plan.explain.search_result",
     } <= modules and not heavy & modules
     (tmp_path / "in.csv").write_text("model,gpu,seq,n_gpus\nLlama-8B,H100,8192,8\n")
-    modules = _modules(tmp_path, "plan", "--table", "in.csv", "--out", "out.csv")
+    modules = _modules(tmp_path, "plan", "--table", "in.csv", "--output", "out.csv")
     assert "clustertrain.plan.table.predict" in modules and not heavy & modules
     assert "pred_tokens_per_s_per_gpu" in (tmp_path / "out.csv").read_text()
 

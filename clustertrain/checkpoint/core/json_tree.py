@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from clustertrain.checkpoint.format import json_tags
 from clustertrain.errors import CheckpointError
-
-_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES = "__tensor__", "__array__", "__tuple__", "__map__", "__bytes__"
-_FLOAT, _INT = "__float__", "__int__"  # inf, -inf, nan; more than 64 bits
-_TAGS = frozenset({_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES, _FLOAT, _INT})
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -28,7 +25,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         tensors[name] = value
-        return {_TENSOR: name}
+        return {json_tags.TENSOR: name}
     if isinstance(value, np.generic):  # before float, because np.float64 is a subclass of it
         value = value.item()
     if isinstance(value, (bool, int, float, str)) or value is None:
@@ -36,18 +33,18 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         # As bytes, since torch lacks some of NumPy's dtypes.
         tensors[name] = torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8)
-        return {_ARRAY: name, "dtype": value.dtype.str, "shape": list(value.shape)}
+        return {json_tags.ARRAY: name, "dtype": value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
+        return {json_tags.BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        if all(isinstance(k, str) for k in value) and not _TAGS & value.keys():
+        if all(isinstance(k, str) for k in value) and not json_tags.ALL & value.keys():
             return {k: encode(v, f"{name}/{k}", tensors) for k, v in value.items()}
         pairs = [[encode(k, f"{name}/key", tensors), encode(v, f"{name}/{k}", tensors)] for k, v in value.items()]
-        return {_MAP: pairs}
+        return {json_tags.MAP: pairs}
     if isinstance(value, list):
         return [encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]
     if isinstance(value, tuple):
-        return {_TUPLE: [encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
+        return {json_tags.TUPLE: [encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
     raise CheckpointError(
         f"state {name}: a {type(value).__name__} cannot be put in a checkpoint, only tensors and plain data",
         fix="return tensors, numbers, strings, lists and dicts from its state_dict()",
@@ -59,9 +56,9 @@ def _scalar(value: bool | int | float | str | None, name: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+        return float(value) if math.isfinite(value) else {json_tags.FLOAT: repr(float(value))}
     if isinstance(value, int):
-        return int(value) if -(2**63) <= value < 2**64 else {_INT: hex(value)}
+        return int(value) if -(2**63) <= value < 2**64 else {json_tags.INT: hex(value)}
     try:
         str.encode(value)
     except UnicodeEncodeError as e:
@@ -85,27 +82,27 @@ def decode(
         return [decode(v, load_tensor, load_array) for v in value]
     if not isinstance(value, dict):
         return value
-    if _TENSOR in value:
-        return load_tensor(value[_TENSOR])
-    if _ARRAY in value:
-        data = np.frombuffer(load_array(value[_ARRAY]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
+    if json_tags.TENSOR in value:
+        return load_tensor(value[json_tags.TENSOR])
+    if json_tags.ARRAY in value:
+        data = np.frombuffer(load_array(value[json_tags.ARRAY]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
         return data.reshape(value["shape"]).copy()
-    if _FLOAT in value:
-        return float(value[_FLOAT])
-    if _INT in value:
-        return int(value[_INT], 16)
-    if _BYTES in value:
-        return base64.b64decode(value[_BYTES])
-    if _TUPLE in value:
-        return tuple(decode(v, load_tensor, load_array) for v in value[_TUPLE])
-    if _MAP in value:
-        return {decode(k, load_tensor, load_array): decode(v, load_tensor, load_array) for k, v in value[_MAP]}
+    if json_tags.FLOAT in value:
+        return float(value[json_tags.FLOAT])
+    if json_tags.INT in value:
+        return int(value[json_tags.INT], 16)
+    if json_tags.BYTES in value:
+        return base64.b64decode(value[json_tags.BYTES])
+    if json_tags.TUPLE in value:
+        return tuple(decode(v, load_tensor, load_array) for v in value[json_tags.TUPLE])
+    if json_tags.MAP in value:
+        return {decode(k, load_tensor, load_array): decode(v, load_tensor, load_array) for k, v in value[json_tags.MAP]}
     return {k: decode(v, load_tensor, load_array) for k, v in value.items()}
 
 
 def is_plain_map(value: object) -> bool:
     """Return whether an encoded value is a mapping with string keys, not a tagged value."""
-    return isinstance(value, dict) and not _TAGS & value.keys()
+    return isinstance(value, dict) and not json_tags.ALL & value.keys()
 
 
 def tensor_names(value: object) -> set[str]:
@@ -114,7 +111,7 @@ def tensor_names(value: object) -> set[str]:
         return set().union(*map(tensor_names, value)) if value else set()
     if not isinstance(value, dict):
         return set()
-    for tag in (_TENSOR, _ARRAY):
+    for tag in (json_tags.TENSOR, json_tags.ARRAY):
         if tag in value:
             return {value[tag]}
     return set().union(*map(tensor_names, value.values())) if value else set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clustertrain.checkpoint.format import json_tags
 from clustertrain.checkpoint.format.manifest import MANIFEST, Manifest, TensorRecord, check_sizes, read_manifest
 from clustertrain.checkpoint.format.safetensors_files import WeightFiles, read_weight_files
 from clustertrain.errors import ConfigError
@@ -48,7 +49,7 @@ def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
     modules: dict[str, dict[str, TensorRecord]] = {}
     for key, value in manifest.values.items():
         for fqn, leaf in value.items() if isinstance(value, dict) else ():
-            name = leaf.get("__tensor__") if isinstance(leaf, dict) else None
+            name = leaf.get(json_tags.TENSOR) if isinstance(leaf, dict) else None
             if name in tensors:
                 modules.setdefault(key, {})[fqn] = tensors[name]
     if len(modules) == 1:

@@ -16,6 +16,7 @@ from torch import nn
 from clustertrain.checkpoint.core import state_dict
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.checkpoint.core.ranks import Ranks
+from clustertrain.checkpoint.format import json_tags
 from clustertrain.checkpoint.format.manifest import FORMAT_VERSION, Manifest
 from clustertrain.checkpoint.format.model_tensors import read_weights
 from clustertrain.checkpoint.format.safetensors_files import WeightFiles
@@ -118,5 +119,5 @@ def _to_manifest(files: WeightFiles, names: Mapping[str, str], token: str) -> Ma
         layout={},
         files=dict(files.sizes),
         tensors=tensors,
-        values={_KEY: {name: {"__tensor__": f"{_KEY}/{name}"} for name in names}},
+        values={_KEY: {name: {json_tags.TENSOR: f"{_KEY}/{name}"} for name in names}},
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -10,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clustertrain.checkpoint.format import dtypes
+from clustertrain.checkpoint.format import dtypes, json_tags
 from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, TensorRecord, check_sizes, read_manifest
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress, tensor_bytes
@@ -71,9 +73,9 @@ class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
     only: Literal["a", "b"] | None = None
     """The side that has the value, ``a`` or ``b``; null if both have it."""
     a: Any = None
-    """The value in A; null if A lacks it."""
+    """The value in A; null if A lacks it. A number that JSON lacks, such as NaN, is text."""
     b: Any = None
-    """The value in B; null if B lacks it."""
+    """The value in B; null if B lacks it. A number that JSON lacks, such as NaN, is text."""
 
 
 class CheckpointDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,25 +215,48 @@ def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
 
 def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value that is not a tensor. A list of plain values counts as one value."""
-    if isinstance(value, dict) and "__tensor__" in value:
+    value = _untag(value)
+    if isinstance(value, dict) and json_tags.TENSOR in value:
         return
     inner: dict[str, Any] = {}
     if isinstance(value, dict):
         inner = value
-    elif isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
-        inner = {str(i): v for i, v in enumerate(value)}
+    elif isinstance(value, list):
+        value = [_untag(v) for v in value]
+        if any(isinstance(v, (dict, list)) for v in value):
+            inner = {str(i): v for i, v in enumerate(value)}
     if not inner:
         yield name, value
     for key, child in inner.items():
         yield from _iter_leaves(child, f"{name}/{key}" if name else key)
 
 
+def _untag(value: Any) -> Any:
+    """Return a number that JSON lacks, such as NaN, instead of its tag; anything else as it is."""
+    if isinstance(value, dict) and len(value) == 1:
+        with contextlib.suppress(ValueError, TypeError):  # another writer's
+            if json_tags.FLOAT in value:
+                return float(value[json_tags.FLOAT])
+            if json_tags.INT in value:
+                return int(value[json_tags.INT], 16)
+    return value
+
+
+def _to_json(value: Any) -> Any:
+    """Return a value for a document: numbers that JSON lacks become text."""
+    if isinstance(value, list):
+        return [_to_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return hex(value) if isinstance(value, int) and value.bit_length() > 63 else value
+
+
 def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
     for name in sorted(a.keys() | b.keys()):
         if name not in b:
-            yield ValueDiff(name=name, only="a", a=a[name])
+            yield ValueDiff(name=name, only="a", a=_to_json(a[name]))
         elif name not in a:
-            yield ValueDiff(name=name, only="b", b=b[name])
+            yield ValueDiff(name=name, only="b", b=_to_json(b[name]))
         # Compare the text, because Python considers 1, 1.0 and True equal.
         elif repr(a[name]) != repr(b[name]):
-            yield ValueDiff(name=name, a=a[name], b=b[name])
+            yield ValueDiff(name=name, a=_to_json(a[name]), b=_to_json(b[name]))

@@ -39,7 +39,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "cluster-list": Document(f"{_HERE}.clusters:ProfileList", "cluster list --json"),
     "cluster-show": Document(f"{_HERE}.clusters:Profile", "cluster show NAME --json"),
     "compare": Document("report.runs.compare:RunsComparison", "compare A B --json"),
-    "data-tokenize": Document(f"{_HERE}.tools:TokenShards", "data tokenize PATH FOLDER --json"),
+    "data-tokenize": Document(f"{_HERE}.tools:TokenShards", "data tokenize PATH -o FOLDER --json"),
     "diagnose": Document(f"{_HERE}.tools:Diagnosis", "diagnose RECIPE.toml --json"),
     "diagnose-checks": Document(f"{_HERE}.tools:CheckNames", "diagnose --json"),
     "list": Document(f"{_HERE}.runs:RunList", "list --json"),

@@ -25,7 +25,7 @@ def words(text):
 
 def tokenize(folder: Path, *options: str) -> tuple[ShardIndex, list[list[int]], str]:
     """Tokenize the text in ``folder / "text"``, and return the index, the documents and the output."""
-    argv = ["tokenize", str(folder / "text"), "--out", str(folder / "out"), *options]
+    argv = ["tokenize", str(folder / "text"), "--output", str(folder / "out"), *options]
     done = CliRunner().invoke(data, argv, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     index = load_index(folder / "out")
@@ -137,11 +137,11 @@ def test_tokenizer_that_returns_no_token_ids_is_refused(
 
 def test_out_that_cannot_be_a_folder_is_refused(folder: Path) -> None:
     (folder / "out").touch()
-    done = CliRunner().invoke(data, ["tokenize", str(folder), "--out", str(folder / "out")])
+    done = CliRunner().invoke(data, ["tokenize", str(folder), "--output", str(folder / "out")])
     assert done.exit_code == 2 and "is a file" in done.output
     with pytest.raises(ConfigError, match="Not a directory"):
         CliRunner().invoke(
-            data, ["tokenize", str(folder), "--out", str(folder / "out" / "below")], catch_exceptions=False
+            data, ["tokenize", str(folder), "--output", str(folder / "out" / "below")], catch_exceptions=False
         )
 
 
@@ -187,6 +187,6 @@ def test_conversations_with_marked_answers(folder: Path) -> None:
     ],
 )
 def test_options_without_effect_raise(folder: Path, options: tuple[str, ...], message: str) -> None:
-    argv = ["tokenize", str(folder / "text"), "--out", str(folder / "out"), *options]
+    argv = ["tokenize", str(folder / "text"), "--output", str(folder / "out"), *options]
     with pytest.raises(UsageError, match=message):
         CliRunner().invoke(data, argv, catch_exceptions=False, standalone_mode=False)

@@ -126,7 +126,7 @@ def play_data(box: Sandbox, drawn: tuple[bytes, bool, list[str]]) -> None:
     text, damaged, options = drawn
     folder = box.fresh("data")
     (folder / "text").write_bytes(text)
-    result = box.call(["data", "tokenize", str(folder / "text"), "--out", str(folder / "shards"), *options])
+    result = box.call(["data", "tokenize", str(folder / "text"), "--output", str(folder / "shards"), *options])
     shards = sorted((folder / "shards").glob("*")) if result.code == 0 else []
     if damaged and shards:
         path = shards[len(text) % len(shards)]

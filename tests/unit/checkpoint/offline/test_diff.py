@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -63,6 +64,17 @@ def test_rank_state_is_compared_if_world_sizes_match(tmp_path: Path) -> None:
     diff = compare_checkpoints(*folders)
     assert diff.equal and not diff.ranks_compared
     assert diff.saved == (ValueDiff(name="world_size", a=1, b=2),)
+
+
+def test_list_with_nan_is_one_value_like_a_list_without(tmp_path: Path) -> None:
+    a, b = {"window": [math.nan, 1.0], "n": 2**80, "x": math.inf}, {"window": [0.0, 1.0], "n": 2**80 + 1, "x": "inf"}
+    diff = compare_checkpoints(save(tmp_path / "a", 1, {"guard": a}), save(tmp_path / "b", 1, {"guard": b}))
+    assert diff.values == (
+        ValueDiff(name="guard/n", a=hex(2**80), b=hex(2**80 + 1)),
+        ValueDiff(name="guard/window", a=["nan", 1.0], b=[0.0, 1.0]),
+        ValueDiff(name="guard/x", a="inf", b="inf"),  # the number and the text
+    )
+    msgspec.json.encode(diff)
 
 
 def test_diff_of_consecutive_steps(tmp_path: Path) -> None:
