@@ -46,8 +46,10 @@ class CheckpointLocation:
     def is_single(self) -> bool:
         return self.folder is not None or self.step is not None
 
-    def select(self, step: int | None) -> Folder:
+    def select(self, step: int | None, *, needs_record: bool = True) -> Folder:
         """Return the committed checkpoint of ``step``; None selects the named one, or else the newest.
+
+        ``needs_record`` is that of :func:`clustertrain.checkpoint.offline.inspect.find_checkpoint`.
 
         Raises:
             NotFound: it does not exist.
@@ -59,7 +61,7 @@ class CheckpointLocation:
                 f"--step {step}: RUN already names the checkpoint of step {own_step}", fix="leave one of them out"
             )
         if self.folder is None:
-            return inspect.find_checkpoint(self.root, own_step if step is None else step)
+            return inspect.find_checkpoint(self.root, own_step if step is None else step, needs_record=needs_record)
         if not has_commit_marker(self.folder):
             raise NotFound(
                 f"{self.folder} was never committed", fix="`clustertrain checkpoint list` shows the committed ones"
@@ -132,7 +134,7 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
 
         print_json("checkpoint-list", build_list(location.label, rows, record_error))
         return
-    from clustertrain.report.checkpoint import damage_messages, format_record_error, render_list
+    from clustertrain.report.checkpoint import damage_messages, render_list
     from clustertrain.report.terminal import emit, make_console
 
     if rows:
@@ -142,7 +144,7 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
     for reason in damage_messages(rows):
         click.echo(reason)
     if record_error is not None:
-        click.echo(f"clustertrain: {format_record_error(record_error)}", err=True)
+        _print_record_error(record_error)
 
 
 @checkpoint.command(short_help="Read every byte and compare the checksums.")
@@ -150,13 +152,16 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
 @step_option
 @json_option
 def verify(name: str, step: int | None, as_json: bool) -> int:
-    """Read every byte of all committed checkpoints, or of one STEP, and compare the checksums. Exit 1 on damage."""
+    """Read every byte of all committed checkpoints, or of one STEP, and compare the checksums.
+
+    Exit 1 on damage, also of the record of rollbacks (rolled-back.json).
+    """
     location = locate(name)
-    selected = location.select(step)
+    selected = location.select(step, needs_record=False)
     is_single = step is not None or location.is_single
     rows = []
     for folder in (
-        [selected] if is_single else [p for p in rollback.list_valid_folders(location.root) if has_commit_marker(p)]
+        [selected] if is_single else [p for p in rollback.list_readable_folders(location.root) if has_commit_marker(p)]
     ):
         row, reasons = _verify(folder)
         rows.append(row)
@@ -165,11 +170,21 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
             click.echo(f"step {row.step}: {outcome}")
         for reason in reasons:
             click.echo(f"clustertrain: {reason}", err=True)
+    record_error = rollback.find_record_error(location.root)
+    if record_error is not None:
+        _print_record_error(record_error)
     if as_json:
         from clustertrain.report.documents.checkpoints import VerifiedCheckpoints
 
-        print_json("checkpoint-verify", VerifiedCheckpoints(run=location.label, checkpoints=tuple(rows)))
-    return EXIT_SUCCESS if all(r.verified for r in rows) else EXIT_FAILED
+        document = VerifiedCheckpoints(run=location.label, checkpoints=tuple(rows), record_error=record_error)
+        print_json("checkpoint-verify", document)
+    return EXIT_SUCCESS if record_error is None and all(r.verified for r in rows) else EXIT_FAILED
+
+
+def _print_record_error(reason: str) -> None:
+    from clustertrain.report.checkpoint import format_record_error
+
+    click.echo(f"clustertrain: {format_record_error(reason)}", err=True)
 
 
 def _verify(folder: Folder) -> tuple[VerifiedCheckpoint, list[str]]:

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from clustertrain import schema
+from clustertrain.documentation import page_url
 
 PositionRanges = dict[str, list[list[int]]]
-UNREADABLE_FIX = "restore the file from a copy; until then the run cannot resume"
+UNREADABLE_FIX = (
+    "restore the file from a copy, or delete it as "
+    f"{page_url('guides/stability')}#if-the-record-of-rollbacks-is-damaged describes"
+)
 
 
 class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clustertrain import clock, fsio
+from clustertrain.checkpoint.load.rollback import read_records
 from clustertrain.config.parsing.time_limits import parse_time_limit_s
-from clustertrain.errors import ClusterTrainError, UsageError
+from clustertrain.errors import CheckpointError, ClusterTrainError, UsageError
 from clustertrain.run import attempts, endings, events, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
@@ -22,6 +23,7 @@ def requeue_run(run: RunDir, overrides: Mapping[str, str]) -> str | None:
 
     Raises:
         ClusterTrainError: the run has completed, is pending or being cancelled, or would stop at once.
+        CheckpointError: its record of rollbacks cannot be read.
         UsageError: an option has no effect on this run, or is malformed; or the run only watches its job.
     """
     refuse_watched(run, "requeue", "scontrol requeue {job} starts the job itself again")
@@ -36,6 +38,7 @@ def requeue_run(run: RunDir, overrides: Mapping[str, str]) -> str | None:
     if current.state == state.COMPLETED:
         raise ClusterTrainError(f"{run.id} has completed; there is nothing to continue")
     _check_budget(run)
+    _check_rollback_record(run)
     job_id = current.job_id
     is_wrapped = load_spec(run).wrapped
     if is_wrapped:
@@ -71,6 +74,14 @@ def _check_budget(run: RunDir) -> None:
     reason = budget.format_spent(contract, budget.compute_run_usage(run, contract, clock.now()))
     if reason:
         raise ClusterTrainError(f"{run.id}: {reason}", fix=f"raise the limits under [recipe.contract] in {run.spec}")
+
+
+def _check_rollback_record(run: RunDir) -> None:
+    """Raise CheckpointError if the record of rollbacks cannot be read: no attempt could resume."""
+    try:
+        read_records(run.checkpoints)
+    except CheckpointError as e:
+        raise CheckpointError(f"{run.id} cannot resume: {e.message}", fix=e.fix) from e
 
 
 def _check_requeue_limit(run: RunDir) -> None:

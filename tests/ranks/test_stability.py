@@ -144,6 +144,24 @@ def test_attempt_after_kill_in_rollback_completes_it(tmp_path: Path, point: str,
     assert digest(run) == digest_without_samples(layout)
 
 
+@pytest.mark.parametrize("was_saved_since", [True, False])
+def test_run_may_lose_its_record_of_rollbacks(
+    tmp_path: Path, was_saved_since: bool, digest_without_samples: Any
+) -> None:
+    """The guide says to delete a damaged record."""
+    layout = Layout(strategy="ddp", dp_replicate=2)
+    run = make_rollback_run(tmp_path / "run", layout)
+    if was_saved_since:
+        stopped_at = Ranks(run, 2, setup=stop_after_rollback).expect(0).results()[0]["step"]
+    else:
+        Ranks(run, 2, setup=faulty_data.bad_samples_and_kill, args=(BAD, 50.0, "after_rollback_record")).wait()
+    run.rollback_record.unlink()
+    second = Ranks(run, 2, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
+    assert second.events("restored")[0]["step"] == (stopped_at if was_saved_since else 18)
+    assert len(second.events("rolled_back")) == (not was_saved_since)
+    assert digest(run) == digest_without_samples(layout)
+
+
 def test_run_continues_under_other_layout_after_rollback(tmp_path: Path) -> None:
     two, four = Layout(strategy="ddp", dp_replicate=2), FSDP_TP
     run = make_rollback_run(tmp_path / "run", two)

@@ -18,7 +18,7 @@ from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.format.fence import Fence, check_fence
 from clustertrain.checkpoint.format.manifest import COMMITTED, list_checkpoint_folders, parse_step, step_folder
 from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder
-from clustertrain.checkpoint.format.storage_errors import with_retries
+from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.errors import CheckpointError, Diverged
 from clustertrain.run.rollback_record import (
     UNREADABLE_FIX,
@@ -46,6 +46,10 @@ def read_records(root: Path) -> list[RollbackRecord]:
         data = with_retries(lambda: reading.read_bytes(path), path)
     except FileNotFoundError:
         return []
+    except StorageError as e:
+        if isinstance(e.__cause__, reading.UnusableFile):  # a folder or a device, which no retry changes
+            raise CheckpointError(e.message, fix=UNREADABLE_FIX) from e
+        raise
     try:
         return decode_records(data)
     except msgspec.MsgspecError as e:
@@ -156,6 +160,11 @@ def list_valid_folders(root: F) -> list[F]:
     if not isinstance(root, Path):
         return folders
     return [p for p in folders if is_valid(root, p, parse_step(p) or 0)]
+
+
+def list_readable_folders(root: F) -> list[F]:
+    """Return the folders of :func:`list_valid_folders`, or all if the record cannot be read: for reading only."""
+    return list_valid_folders(root) if find_record_error(root) is None else list_checkpoint_folders(root)
 
 
 def is_valid(root: Path, folder: Folder, step: int) -> bool:

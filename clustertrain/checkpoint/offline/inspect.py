@@ -26,7 +26,6 @@ from clustertrain.checkpoint.format.manifest import (
     check_sizes,
     find_wrong_sizes,
     has_commit_marker,
-    list_checkpoint_folders,
     parse_step,
     read_manifest,
 )
@@ -63,9 +62,7 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
         damaged index does not reveal are also null. ``new_bytes`` are those in files that no row before it has: older
         checkpoints may share them (hard links). It is null for a single checkpoint.
     """
-    is_record_readable = rollback.find_record_error(root) is None
-    folders = rollback.list_valid_folders(root) if is_record_readable else list_checkpoint_folders(root)
-    folders = [p for p in folders if step in (None, parse_step(p))]
+    folders = [p for p in rollback.list_readable_folders(root) if step in (None, parse_step(p))]
     seen_files: set[tuple[int, int]] | None = set() if step is None else None
     rows = [(p, describe(p, verify=verify, seen_files=seen_files)) for p in folders]
     # An active run deletes old checkpoints after each save.
@@ -262,17 +259,23 @@ def assemble_tensor(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
     return data
 
 
-def find_checkpoint(root: F, step: int | None = None) -> F:
+def find_checkpoint(root: F, step: int | None = None, *, needs_record: bool = True) -> F:
     """Return the folder of the committed checkpoint of ``step``, or of the newest one.
+
+    Args:
+        needs_record: refuse if the record of rollbacks cannot be read. Otherwise the checkpoint may be one that a
+            rollback invalidated.
 
     Raises:
         NotFound: it does not exist.
+        CheckpointError: the record of rollbacks cannot be read.
     """
-    committed = [p for p in rollback.list_valid_folders(root) if has_commit_marker(p)]
+    folders = rollback.list_valid_folders(root) if needs_record else rollback.list_readable_folders(root)
+    committed = [p for p in folders if has_commit_marker(p)]
     if step is not None:
         committed = [p for p in committed if parse_step(p) == step]
     if not committed:
-        existing_steps = ", ".join(str(parse_step(p)) for p in rollback.list_valid_folders(root)) or "none"
+        existing_steps = ", ".join(str(parse_step(p)) for p in folders) or "none"
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         raise NotFound(f"{root}: {missing}; existing steps: {existing_steps}")
     return committed[-1]

@@ -85,6 +85,9 @@ class VerifiedCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the run, or the folder."""
     checkpoints: tuple[VerifiedCheckpoint, ...]
     """One entry per checkpoint, oldest first."""
+    record_error: str | None = None
+    """Why the record of rollbacks cannot be read; the checkpoints that it invalidates are then verified too. Null if it
+    can be read."""
 
 
 class CheckpointDigest(msgspec.Struct, frozen=True, kw_only=True):

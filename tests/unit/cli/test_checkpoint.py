@@ -208,12 +208,30 @@ def test_list_without_a_readable_record_of_rollbacks(run: Path, command: Command
     document = command("list", "net", "--json").json
     assert [row["step"] for row in document["checkpoints"]] == [3, 6] and str(record) in document["record_error"]
     assert [row["step"] for row in command("list", "net@6", "--json").json["checkpoints"]] == [6]
-    for words in (["prune", "net", "--keep", "1"], ["export", "net", "-o", tmp_path / "model"], ["verify", "net"]):
+    for words in (["prune", "net", "--keep", "1"], ["export", "net", "-o", tmp_path / "model"]):
         said = command(*words)
-        assert said.code == 1 and f"{record}: cannot be read" in said.err, words
+        assert said.code == 1 and f"{record}: cannot be read" in said.err and said.out == "", words
     assert folder_of(run, 3).exists() and not (tmp_path / "model").exists()
     record.unlink()
     assert command("list", "net", "--json").json["record_error"] is None
+
+
+def test_verify_without_a_readable_record_of_rollbacks(run: Path, command: Command) -> None:
+    record = run / "checkpoints" / rollback.RECORD_FILE
+    record.write_text("{}")
+    said = command("verify", "net")
+    assert (said.code, said.out) == (1, "step 3: ok\nstep 6: ok\n")
+    assert said.err.count("\n") == 1 and f"{record}: cannot be read" in said.err and "delete it" in said.err
+    for words in (["net@3"], ["net", "--step", "3"], [folder_of(run, 3)]):
+        said = command("verify", *words)
+        assert (said.code, said.out) == (1, "step 3: ok\n") and str(record) in said.err, words
+    said = command("verify", "net", "--json")
+    assert said.code == 1 and [row["verified"] for row in said.json["checkpoints"]] == [True, True]
+    assert said.json["record_error"].startswith(f"{record}: ") and said.err.count("\n") == 1
+    assert "existing steps: 3, 6" in command("verify", "net@4").err
+    record.unlink()
+    said = command("verify", "net", "--json")
+    assert (said.code, said.json["record_error"], said.err) == (0, None, "")
 
 
 def test_verify_names_every_damaged_file_and_goes_on(run: Path, command: Command) -> None:

@@ -72,7 +72,26 @@ def refusal(done: Result) -> str:
     return str(done.exception)
 
 
+def check_record_refusal(run: RunDir) -> None:
+    run.checkpoints.mkdir()
+    run.rollback_record.write_text("[{")
+    message = refusal(call(run))
+    assert message.startswith(f"{run.id} cannot resume: {run.rollback_record}: cannot be read: ")
+    assert "delete it" in message and "guides/stability/#" in message
+    run.rollback_record.unlink()
+    run.rollback_record.mkdir()
+    message = refusal(call(run))
+    assert "is a folder, not a regular file" in message and "delete it" in message
+
+
 # -- a run that has ended
+
+
+def test_run_with_a_damaged_record_of_rollbacks_is_not_submitted(run: RunDir, jobs: FakeJobs) -> None:
+    check_record_refusal(run)
+    assert jobs.submitted == [] and not (run.path / "continued").exists()
+    run.rollback_record.rmdir()
+    assert call(run).exit_code == 0 and len(jobs.submitted) == 1
 
 
 def test_second_command_is_refused_while_the_first_submits(run: RunDir, jobs: FakeJobs) -> None:
@@ -183,6 +202,11 @@ def test_second_request_with_other_options_is_refused(running: RunDir) -> None:
 def test_request_that_would_end_the_run_is_refused(running: RunDir) -> None:
     running.spec.write_text('version = 1\n[job]\nbackend = "local"\nmax_requeues = 0\n')
     assert "would not start again: --max-requeues 0 is used up" in refusal(call(running))
+    assert not running.attempt(1).requeue_request.exists()
+
+
+def test_running_run_with_a_damaged_record_of_rollbacks_is_not_stopped(running: RunDir) -> None:
+    check_record_refusal(running)
     assert not running.attempt(1).requeue_request.exists()
 
 

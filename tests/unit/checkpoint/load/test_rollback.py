@@ -117,8 +117,9 @@ def test_unreadable_record_is_an_error(tmp_path: Path) -> None:
 
 def test_special_files_are_not_read(tmp_path: Path) -> None:
     (tmp_path / rollback.RECORD_FILE).symlink_to("/dev/null")  # a FIFO would block, /dev/zero would never end
-    with pytest.raises(CheckpointError, match="is a device"):
+    with pytest.raises(CheckpointError, match="is a device") as caught:
         rollback.read_records(tmp_path)
+    assert "delete it" in str(caught.value.fix)
     (tmp_path / index.COMMITTED).symlink_to("/dev/null")
     with pytest.raises(CheckpointError, match="is a device"):
         retention.read_marker(tmp_path)
