@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from itertools import accumulate
+
+from clustertrain.config.parsing.documents import find_near
 
 
 def enclosing_modules(module: str) -> list[str]:
@@ -22,9 +23,9 @@ def matches(pattern: str, module: str) -> bool:
 def suggest_modules(pattern: str, modules: Iterable[str]) -> str:
     """Return a sentence that lists the modules with similar names, or the top-level modules if there are none."""
     candidates = sorted({name for module in modules for name in enclosing_modules(module)} - {""})
-    close = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
+    near = find_near(pattern, candidates)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
     return f"top-level modules: {', '.join(n for n in candidates if '.' not in n)}"
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -30,14 +31,19 @@ S = TypeVar("S", bound=msgspec.Struct)
 ENV_PREFIX = "env."  # of keys that are names of environment variables
 
 
-def did_you_mean(name: str, candidates: list[str], *, otherwise: list[str] | None = None) -> str:
-    """Return a sentence that lists up to three candidates that resemble ``name`` or begin with it, the nearest first.
-
-    If none is similar, the sentence lists ``otherwise``, or all candidates without it.
-    """
+def find_near(name: str, candidates: Sequence[str]) -> list[str]:
+    """Return up to three candidates that resemble ``name`` or begin with it, the nearest first."""
     similar = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     longer = sorted((c for c in candidates if name and c.startswith(name)), key=len)
-    near = list(dict.fromkeys([*similar, *longer]))[:3]
+    return list(dict.fromkeys([*similar, *longer]))[:3]
+
+
+def did_you_mean(name: str, candidates: list[str], *, otherwise: list[str] | None = None) -> str:
+    """Return a sentence that lists the candidates near ``name``.
+
+    If none is near, the sentence lists ``otherwise``, or all candidates without it.
+    """
+    near = find_near(name, candidates)
     if near:
         return "did you mean " + " or ".join(near) + "?"
     return "known: " + ", ".join(sorted(otherwise or candidates))
@@ -83,7 +89,7 @@ def _suggest_key(key: str, siblings: list[str], prefix: str, all_keys: list[str]
     if not candidates:
         close = difflib.get_close_matches(key, sorted(set(leaves.values())), n=1, cutoff=0.8)
         candidates = [name for name, leaf in leaves.items() if leaf in close]
-    candidates = candidates or [prefix + name for name in difflib.get_close_matches(key, siblings, n=3, cutoff=0.5)]
+    candidates = candidates or [prefix + name for name in find_near(key, siblings)]
     if candidates:
         units = [synonyms.UNIT_NOTES[name] for name in candidates if name in synonyms.UNIT_NOTES]
         return f"did you mean {' or '.join(candidates)}?" + "".join(f" {unit}" for unit in units)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 _KEYS: Mapping[str, str] = {
     "contract.metric": "metric_for_best_model monitor deciding_metric",
     "contract.mode": "greater_is_better higher_is_better",
+    "contract.on_budget_spent": "when_spent",
     "model": "network net architecture",
     "model.preset": "model_name name_or_path model_name_or_path flavor",
     "model.init": "pretrained init_from load_from checkpoint_path pretrained_path",
@@ -105,6 +106,7 @@ _KEYS: Mapping[str, str] = {
     "evaluation.samples": "limit_val_batches max_eval_samples eval_iters",
     "evaluation.micro_batch": "eval_batch_size per_device_eval_batch_size val_batch_size",
     "evaluation.patience": "early_stopping early_stopping_patience early_stop",
+    "evaluation.warn_when_rising": "rising",
     "checkpoint": "checkpointing",
     "checkpoint.every": "save_steps save_interval save_every every_n_train_steps interval",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep keep_last",

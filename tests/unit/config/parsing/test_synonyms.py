@@ -107,3 +107,15 @@ def test_cross_table_error_has_no_key_prefix() -> None:
     assert error_message("schedule.warmup_steps", 200).startswith(
         "recipe.toml: schedule.warmup_steps = 200 is not less"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("optim.nope", "known: betas, clip, "),
+        ("optim.clip_at", "did you mean optim.clip"),
+        ("optim.weight", "did you mean optim.weight_decay or optim.weight_decay_scale?"),  # the beginning of a name
+    ],
+)
+def test_only_near_keys_are_suggested(key: str, fix: str) -> None:
+    assert error_message(key).partition("fix: ")[2].startswith(fix)
