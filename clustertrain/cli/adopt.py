@@ -52,9 +52,11 @@ def adopt(script: str, name: str | None, force: bool, as_json: bool) -> None:
     adoption = adopt_script(read_script(Path(script), script), script, profile_name, Path.cwd())
     path = _store(adoption, force) if name is not None and adoption.profile else None
     if as_json:
+        if name is not None and not adoption.profile:
+            click.echo(_describe_no_profile(name), err=True)
         print_json("adopt", _build_document(adoption, path))
     else:
-        _print(adoption, path, is_asked=name is not None)
+        _print(adoption, path, name)
 
 
 def _default_name(script: str) -> str:
@@ -99,7 +101,12 @@ def _build_document(adoption: Adoption, path: Path | None) -> documents.Adoption
     )
 
 
-def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:
+def _describe_no_profile(name: str | None) -> str:
+    """Return the line for a script that needs no profile; ``name`` is that of ``--write``."""
+    return f"No cluster profile is needed{'' if name is None else f': {name} is not stored'}."
+
+
+def _print(adoption: Adoption, path: Path | None, name: str | None) -> None:
     columns = shutil.get_terminal_size(_NO_TERMINAL).columns
     click.echo(f"{adoption.script}: what becomes of each line\n")
     _print_lines([outcome for outcome in adoption.outcomes if outcome.outcome != "decide"], columns)
@@ -112,7 +119,7 @@ def _print(adoption: Adoption, path: Path | None, *, is_asked: bool) -> None:
             for line in lines[1:]:
                 click.echo(f"{_INDENT}{line}")
     if not adoption.profile:
-        click.echo("\nNo cluster profile is needed.")
+        click.echo(f"\n{_describe_no_profile(name)}")
     elif path is not None:
         click.echo(f"\n{path}: written")
     else:

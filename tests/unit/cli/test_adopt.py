@@ -224,6 +224,19 @@ def test_write_stores_the_profile_and_keeps_another_one(run_cli: RunCli, tmp_pat
     assert load_profile("site").gpus_flag == "gres"
 
 
+def test_write_says_that_nothing_needs_a_profile(run_cli: RunCli, tmp_path: Path) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --gpus-per-node=2\npython train.py\n")
+    note = "No cluster profile is needed"
+    code, out, err = run_cli("adopt", str(script))
+    assert code == 0 and f"\n{note}.\n" in out and err == ""
+    code, out, err = run_cli("adopt", str(script), "--write", "site")
+    assert code == 0 and f"\n{note}: site is not stored.\n" in out and "--cluster" not in out
+    code, out, err = run_cli("adopt", str(script), "--write", "site", "--json")
+    assert code == 0 and json.loads(out)["path"] is None and err == f"{note}: site is not stored.\n"
+    assert not list(tmp_path.rglob("site.toml"))
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
