@@ -101,6 +101,8 @@ class RunStatus:
             return None
         if self.run.watched.exists():  # nothing in such a job decides
             return None
+        if last_attempt is None and self.job_id is None:  # killed between writing the folder and recording the job
+            return "its submission was interrupted: no job is recorded"
         suffix = f" (the scheduler reports {self.view.reason})" if self.view is not None and self.view.reason else ""
         if last_attempt is None or last_attempt.requeued is not None:
             n = 1 if last_attempt is None else last_attempt.n + 1

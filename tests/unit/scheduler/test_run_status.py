@@ -169,6 +169,16 @@ def test_undecided_run_names_the_command_that_continues_it(run: RunDir, schedule
     assert run_status_module.run_status(run).continue_command is None
 
 
+def test_run_without_a_job_says_so(run: RunDir, scheduler: FakeScheduler) -> None:
+    """Its submission was killed between the run's folder and the job."""
+    run = run_dir.create_run("no-job")
+    run.spec.write_text('version = 1\n[job]\nbackend = "slurm"\n')
+    run_status = run_status_module.run_status(run)
+    assert (run_status.state, run_status.job_id) == (state.FAILED, None)
+    assert run_status.undecided_reason == "its submission was interrupted: no job is recorded"
+    assert run_status.continue_command == f"clustertrain requeue {run.id}"
+
+
 def test_wait_names_why_a_run_did_not_complete(
     run: RunDir, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
