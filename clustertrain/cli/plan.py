@@ -214,7 +214,7 @@ def _summary(chosen: Plan, command: str = "") -> list[tuple[str, str]]:
         rows.append(("mesh", f"{layout.format_degrees()}, adjacent ranks last"))
     if batch.global_batch:
         split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
-        rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))
+        rows.append(("batch", f"{batch.global_batch:,} = {split} (micro_batch x grad_accum x data parallel)"))
     if memory.peak_gib is not None:
         capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]

@@ -22,10 +22,10 @@ def scale_lr(lr: float, batch_ratio: float, power: float) -> float:
 
 
 def format_tokens(recipe: Recipe, batch: Batch) -> str:
-    """Return ``, 256 x 2048 = 524288 tokens per step``; an empty string for data without tokens."""
+    """Return ``, 256 x 2,048 = 524,288 tokens per step``; an empty string for data without tokens."""
     tokens_per_sample = recipe.tokens_per_sample
     return (
-        f", {batch.global_batch} x {tokens_per_sample} = {batch.tokens_per_step} tokens per step"
+        f", {batch.global_batch:,} x {tokens_per_sample:,} = {batch.tokens_per_step:,} tokens per step"
         if tokens_per_sample
         else ""
     )

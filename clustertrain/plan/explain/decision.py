@@ -74,7 +74,7 @@ def explain_batch(decision: PlanDecision) -> Explanation:
         reasons.append(f"data.seq_len {defaults.seq_len}: the context of preset {recipe.model.preset}")
     pipeline_note = ", the pipeline's micro-batches," if layout.pp > 1 else ""
     reasons.append(
-        f"batch: {batch.global_batch} = micro_batch {batch.micro_batch} ({micro_batch_reason}) x grad_accum "
+        f"batch: {batch.global_batch:,} = micro_batch {batch.micro_batch} ({micro_batch_reason}) x grad_accum "
         f"{batch.grad_accum}{pipeline_note} x {pluralize(layout.data_parallel, 'data-parallel rank')}"
         f"{advice.format_tokens(recipe, batch)}{note}"
     )

@@ -171,7 +171,7 @@ def _describe_schedule(recipe: Recipe) -> str:
             f"{lr_schedule.peak_step(spec, total)}, down to {end}{momentum}"
         ),
     }[spec.kind]
-    return f"{spec.kind} over {pluralize(total, 'step')}: {description}"
+    return f"{spec.kind} over {total:,} step{'s' * (total != 1)}: {description}"
 
 
 def _join_steps(steps: tuple[int, ...]) -> str:

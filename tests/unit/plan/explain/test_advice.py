@@ -63,7 +63,8 @@ def test_scale_lr(times: float, power: float, lr: float) -> None:
 
 
 def test_batch_reason_shows_tokens() -> None:
-    assert "64 x 128 = 8192 tokens per step" in reason_starting(make_plan(batch=64), "batch: 64 = ")
+    assert "64 x 128 = 8,192 tokens per step" in reason_starting(make_plan(batch=64), "batch: 64 = ")
+    assert "2,048 x 128 = 262,144 tokens per step" in reason_starting(make_plan(batch=2048), "batch: 2,048 = ")
     images = make_plan(batch=64, model=ModelSpec(kind="convnet", convnet=ConvnetSpec()))
     assert "tokens" not in reason_starting(images, "batch: 64 = ")
 
