@@ -83,7 +83,7 @@ def build_schema() -> dict[str, Any]:
     import msgspec
 
     from clustertrain.config.job import JobSpec
-    from clustertrain.config.parsing.reference import field_descriptions
+    from clustertrain.config.parsing.reference import field_descriptions, format_description
     from clustertrain.config.recipe import Recipe
 
     (top, job), components = msgspec.json.schema_components([Recipe, JobSpec], ref_template="#/$defs/{name}")
@@ -93,9 +93,9 @@ def build_schema() -> dict[str, Any]:
         texts = field_descriptions(structs[name]) if name in structs else {}
         for field, settings in definition.get("properties", {}).items():
             if field in texts:
-                settings["description"] = texts[field].replace("``", "`")
+                settings["description"] = format_description(texts[field])
         if "description" in definition:
-            definition["description"] = " ".join(definition["description"].split())
+            definition["description"] = format_description(definition["description"])
     root = components.pop(top["$ref"].rpartition("/")[2])
     root["properties"] |= {
         "job": job,

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -39,6 +40,17 @@ def field_descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             texts[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return texts
+
+
+def to_markdown(docstring: str) -> str:
+    """Turn roles and double backticks of reStructuredText into code; a role keeps only the last part of its path."""
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", docstring)
+    return text.replace("``", "`")
+
+
+def format_description(docstring: str) -> str:
+    """Return a docstring as the description of a JSON Schema: one line of Markdown."""
+    return " ".join(to_markdown(docstring).split())
 
 
 class Key(NamedTuple):

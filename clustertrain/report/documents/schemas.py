@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.config.parsing.reference import field_descriptions
+from clustertrain.config.parsing.reference import field_descriptions, format_description
 from clustertrain.documentation import SITE
 from clustertrain.report.documents.encode import SCHEMA_VERSION, TIME_KEYS, is_time
 from clustertrain.report.documents.registry import find_document
@@ -50,7 +50,7 @@ def _complete(definition: dict[str, Any], struct: Any) -> None:
     """Add descriptions to the definition of ``struct``, rename points in time, and require every key."""
     definition.pop("title", None)
     if "description" in definition:
-        definition["description"] = _plain(definition["description"])
+        definition["description"] = format_description(definition["description"])
     texts = {
         name: text
         for base in reversed(struct.__mro__)
@@ -65,14 +65,10 @@ def _complete(definition: dict[str, Any], struct: Any) -> None:
         settings.pop("default", None)
         parts = [texts.get(name, ""), "UTC, seconds since 1970-01-01." if has_time else ""]
         if text := " ".join(filter(None, parts)):
-            settings["description"] = _plain(text)
+            settings["description"] = format_description(text)
         properties[TIME_KEYS[name] if has_time else name] = settings
     definition["properties"] = properties
     definition["required"] = list(properties)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.replace("``", "`").split())
 
 
 def _find_structs(annotation: Any, seen: set[Any]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -73,6 +74,8 @@ def test_every_key_in_the_schema_has_a_description() -> None:
         if "description" not in value and "$ref" not in str(value)
     ]
     assert missing == []
+    texts = json.dumps(schema)
+    assert "``" not in texts and not re.search(r":[a-z]+:`", texts)  # editors show Markdown
 
 
 def taplo(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
