@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from clustertrain import fsio
 from clustertrain.run import endings
 from clustertrain.run.attempts import load_attempts
-from clustertrain.run.results import parse_node_result
+from clustertrain.run.results import load_node_results
 from clustertrain.run.run_dir import RunDir
 
 
 def attempt_ending(run: RunDir, attempt: int) -> str | None:
     """Return ``completed`` or ``failed`` from the nodes' results; None if the attempt was stopped and will resume."""
-    folder = run.attempt(attempt).results
-    try:
-        results = [parse_node_result(fsio.poll_json(path)) for path in folder.iterdir() if path.suffix == ".json"]
-    except OSError:
-        return None
-    node_endings = {result.ending for result in results if result is not None}
+    node_endings = {result.ending for result in load_node_results(run.attempt(attempt).results)}
     if node_endings == {"completed"}:
         return "completed"
     return "failed" if "failed" in node_endings else None
