@@ -67,7 +67,7 @@ class CheckProgressBar:
 
     def __enter__(self) -> CheckProgressBar:
         if sys.stderr.isatty():
-            self._progress = self._start()  # at once, because importing torch over a network file system is slow
+            self._progress = self._start("starting")  # at once: importing torch over a network file system is slow
         return self
 
     def __exit__(
@@ -86,16 +86,16 @@ class CheckProgressBar:
             return
         if check not in self._started_checks:
             self._started_checks.append(check)
-        if self._progress is None:
-            self._progress = self._start()
-        progress, task = self._progress
         description = f"{check} ({len(self._started_checks)} of {self._checks})" if self._checks > 1 else check
+        if self._progress is None:
+            self._progress = self._start(description)
+        progress, task = self._progress
         progress.update(task, description=description, completed=completed, total=total or None)
 
-    def _start(self) -> tuple[Progress, TaskID]:
+    def _start(self, description: str) -> tuple[Progress, TaskID]:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         progress = Progress(*columns, console=make_console(sys.stderr), transient=True)
         progress.start()
-        return progress, progress.add_task("starting", total=None)
+        return progress, progress.add_task(description, total=None)
