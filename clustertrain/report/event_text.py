@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from clustertrain.plan.layout import pluralize
 from clustertrain.run.events import Event
 
 _TEMPLATES = {
     "started": "started on {nodes}",
-    "session_started": "{world_size} ranks connected ({layout}, {device})",
+    "session_started": "{ranks} connected ({layout}, {device})",
     "restored": "resumed from the checkpoint of step {step}",
     "signal": "asked to stop ({source})",
     "stop_agreed": "all ranks stop at step {step}",
@@ -37,6 +38,7 @@ def format_event(event: Event) -> str | None:
     template = _TEMPLATES.get(name)
     try:
         nodes = ", ".join(map(str, event.get("nodes", ())))
-        return template.format_map({"save_s": 0.0, **event, "nodes": nodes}) if template else None
+        ranks = pluralize(event["world_size"], "rank") if name == "session_started" else ""
+        return template.format_map({"save_s": 0.0, **event, "nodes": nodes, "ranks": ranks}) if template else None
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
