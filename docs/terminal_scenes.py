@@ -122,8 +122,8 @@ SHEETS: Mapping[str, tuple[str, ...]] = {
         "clustertrain rm latest --checkpoints | KEYS y\\r",
     ),
     "sweeps": (
-        "clustertrain sweep recipe.toml --backend local --grid optim.lr=1e-4,1e-3 --set train.steps=20 --dry-run",
-        "clustertrain sweep recipe.toml --backend local --grid optim.lr=1e-4,1e-3 --set train.steps=20",
+        "clustertrain sweep tiny.toml --backend local --grid optim.lr=1e-4,1e-3 --dry-run",
+        "clustertrain sweep tiny.toml --backend local --grid optim.lr=1e-4,1e-3",
         "clustertrain sweep show",
         "clustertrain sweep show --watch",
         "clustertrain compare latest",
@@ -159,7 +159,6 @@ SHEETS: Mapping[str, tuple[str, ...]] = {
         "clustertrain requeue latest",
         "clustertrain cancel latest",
         "clustertrain wait latest",
-        "clustertrain submit --nodes 4 --gpus 99 train.py",
     ),
 }
 BATCH_SCRIPT = """#!/bin/bash
@@ -198,6 +197,7 @@ def prepare_folder(folder: Path) -> None:
     """Write the files that the lines of the sheets name: templates, a batch script and text."""
     (folder / "templates").symlink_to(Path(__file__).resolve().parents[1] / "templates")
     (folder / "train.sbatch").write_text(BATCH_SCRIPT)
+    (folder / "tiny.toml").write_text("[train]\nsteps = 5\nglobal_batch = 4\n[data]\nseq_len = 32\n")
     (folder / "text").mkdir()
     for i in range(3):
         (folder / "text" / f"{i}.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 2000)

@@ -121,7 +121,7 @@ def compare_runs(
         ConfigError, PermissionDenied: a run's spec cannot be read.
     """
     if len({run.path for run in runs}) < len(runs) or len(runs) < 2:
-        raise UsageError("compare: needs two or more different runs")
+        raise UsageError("compare: needs two or more different runs", fix="clustertrain compare RUN RUN")
     if len(runs) > MAX_RUNS:
         raise UsageError(f"compare: {len(runs)} runs, more than {MAX_RUNS}", fix="compare fewer runs")
     recipes = [load_spec(run).recipe for run in runs]
