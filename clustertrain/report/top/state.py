@@ -36,6 +36,7 @@ from clustertrain.telemetry.store.writer import GpuFacts
 GIB = 1 << 30
 _TRAIN = heartbeat.PHASES[heartbeat.TRAIN]
 STATUS_INTERVAL_S = 15.0  # at least, between two status queries
+FIRST_STATUS_S = 0.5
 MAX_STATUS_SHARE = 1 / 200  # of the time, for status queries
 CLOSE_TIMEOUT_S = 1.0  # a status query takes a tenth of this if the scheduler answers
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
@@ -130,6 +131,8 @@ class _StatusPoller:
         if (self._thread is None or not self._thread.is_alive()) and clock.monotonic() >= self._next_poll:
             self._thread = threading.Thread(target=self._poll_once, name="run-status", daemon=True)
             self._thread.start()
+            if self._latest == (None, None):  # the first frame can have the state if the scheduler answers at once
+                self._thread.join(FIRST_STATUS_S)
         if wait and self._thread is not None:
             self._thread.join()
         if self._permission_error is not None:
