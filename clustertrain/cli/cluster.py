@@ -80,7 +80,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inner.items() if value is not None}
 
 
-@cluster.command()
+@cluster.command(short_help="Write a profile from Slurm's configuration.")
 @click.argument("name", default="")
 @click.option(
     "--partition",

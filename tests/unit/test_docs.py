@@ -14,9 +14,11 @@ from typing import Any
 import click
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from clustertrain import proc
 from clustertrain.cli.jobs import wait
+from clustertrain.cli.main import cli
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing import reference
@@ -39,6 +41,12 @@ def test_reference_page_is_current(name: str) -> None:
 
 def test_help_shows_no_mark_of_its_own_source() -> None:
     assert r"\b" not in pages.PAGES["cli.md"]().split(), "a paragraph mark of click is escaped twice"
+
+
+@pytest.mark.parametrize("group", ["checkpoint", "cluster", "data", "init", "recipe", "sweep"])
+def test_list_of_subcommands_is_not_cut(group: str) -> None:
+    listed = CliRunner().invoke(cli, [group, "--help"]).output.splitlines()
+    assert listed and not [line for line in listed if line.endswith("...") and "Usage" not in line]
 
 
 def test_manual_pages_are_current() -> None:
