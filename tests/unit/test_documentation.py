@@ -37,7 +37,8 @@ def test_messages_name_no_file_that_a_wheel_lacks() -> None:
     named = {
         (str(module.relative_to(ROOT)), text)
         for module in MODULES
-        for text in list_texts(ast.parse(module.read_text()))
+        if "docs/" in (source := module.read_text())  # few: parsing them all takes seconds
+        for text in list_texts(ast.parse(source))
         if re.search(r"\bdocs/[\w/-]+\.md", text)
     }
     assert named == set()

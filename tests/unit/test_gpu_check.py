@@ -325,6 +325,7 @@ pathlib.Path(sys.argv[1], "result.json").write_text(json.dumps(result))
 """
 
 
+@pytest.mark.long
 def test_whole_check_on_a_recorded_gpu(nvml_stub: Stub, places: Path, tmp_path: Path) -> None:
     """From NVML's devices to the profile; a part that fails makes the exit status 1 and keeps the rest."""
     nvml_stub.drive(recording.load("h100").text)

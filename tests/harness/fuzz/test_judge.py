@@ -187,6 +187,7 @@ def test_silently_lost_output_is_a_fault(box: Sandbox) -> None:
         outputs._judge(box, ("list", "--json"), CallResult(0, "[", ""), out, whole_stderr=True)
 
 
+@pytest.mark.long
 def test_play_continues_after_a_fault_and_reduces_its_input(box: Sandbox) -> None:
     def fail(_: Sandbox, number: int) -> None:
         with watching([box.site]):

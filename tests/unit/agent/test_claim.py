@@ -138,6 +138,7 @@ def _race(run_path: Path, job_id: str, start: object, out: object) -> None:
         out.put(None)  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_one_of_many_simultaneous_jobs_owns_the_run(run: RunDir) -> None:
     context = multiprocessing.get_context("fork")
     start, out = context.Event(), context.Queue()
@@ -287,6 +288,7 @@ def _claim_repeatedly(run: RunDir, alive: Path, who: int, rounds: int, out: obje
         raise
 
 
+@pytest.mark.long
 def test_many_rounds_of_claims_have_one_owner_each(run: RunDir, tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     alive.mkdir()

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from clustertrain.agent.node_environment import NodeJob, inspect_node
 from tests.fakes.nvml.build import Stub
 from tests.fakes.nvml.fixture import nvml_library, nvml_stub  # noqa: F401
@@ -55,6 +57,7 @@ def test_settings_come_from_the_node_unless_already_set(nvml_stub: Stub, tmp_pat
     assert "GPU 0: 17 of 18 NVLinks are up" in node_settings["notes"]
 
 
+@pytest.mark.long
 def test_ranks_are_bound_near_their_gpus(nvml_stub: Stub, tmp_path: Path) -> None:  # noqa: F811
     node = expand("p5", tmp_path / "node")
     first, *rest = sorted(os.sched_getaffinity(0))

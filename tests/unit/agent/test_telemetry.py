@@ -50,6 +50,7 @@ def write_segment(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> Path:
     return attempt.telemetry / "n1" / "0"
 
 
+@pytest.mark.long
 def test_uninterrupted_compaction_replaces_the_samples(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_segment(run.attempt(1), monkeypatch)
     make_telemetry(run, run.attempt(1)).compact(lambda: False)
@@ -76,6 +77,7 @@ def test_stop_request_interrupts_the_compaction(run: RunDir, monkeypatch: pytest
     assert (segment.sample_count, segment.read_error) == (300, None)
 
 
+@pytest.mark.long
 def test_stray_file_does_not_prevent_the_compaction(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     left = write_segment(run.attempt(1), monkeypatch)
     (run.attempt(1).telemetry / ".nfs000001").write_text("")
@@ -112,6 +114,7 @@ def test_without_pyarrow_the_samples_stay(run: RunDir, monkeypatch: pytest.Monke
     assert "pip install 'clustertrain[report]'" in event["reason"]
 
 
+@pytest.mark.long
 def test_next_attempt_compacts_what_a_preempted_one_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     left = write_segment(run.attempt(1), monkeypatch)
     own = write_segment(run.attempt(2), monkeypatch)

@@ -44,6 +44,7 @@ def failure_reasons(run: RunDir) -> list[str]:
     return [str(e["reason"]) for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "tracking_failed")]
 
 
+@pytest.mark.long
 def test_killed_process_restarts_and_loses_no_value(run: RunDir, process: TrackingProcess) -> None:
     process.start()
     first = process.pid
@@ -99,6 +100,7 @@ def test_process_that_misses_its_deadline_is_killed(run: RunDir, process: Tracki
     assert reason.startswith("not finished after 0.1 s; the next attempt")
 
 
+@pytest.mark.long
 def test_process_ends_when_another_one_owns_the_tracking(run: RunDir, process: TrackingProcess) -> None:
     process.start()
     assert clock.wait_until(lambda: last_tracked_step(run) == 2, 60)

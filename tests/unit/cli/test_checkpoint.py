@@ -403,6 +403,7 @@ def test_best_of_none_and_of_one(run: Path, command: Command, tmp_path: Path) ->
         assert said.code == 2 and "leave one of them out" in said.err
 
 
+@pytest.mark.long
 def test_neither_an_export_nor_a_comparison_imports_torch(run: Path) -> None:
     program = "import sys; from clustertrain.cli.main import main; code = main(); print(code, 'torch' in sys.modules)"
     for words, code in (["diff", "net@3", "net@6"], 1), (["export", "net", "-o", "out", "--dtype", "bfloat16"], 0):

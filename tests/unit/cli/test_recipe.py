@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -19,6 +21,13 @@ from clustertrain.errors import NotFound
 from tests.paths import ROOT
 
 RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@functools.cache
+def make_validator() -> Any:
+    schema = build_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
 
 
 def call(*argv: str) -> Result:
@@ -51,17 +60,15 @@ def test_unknown_key_with_nothing_near_lists_only_the_tables() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_schema_accepts_the_examples(path: object) -> None:
     assert isinstance(path, type(ROOT))
-    jsonschema.Draft202012Validator(build_schema()).validate(tomllib.loads(path.read_text()))
+    make_validator().validate(tomllib.loads(path.read_text()))
 
 
 @pytest.mark.parametrize(
     "document", [{"optim": {"lrr": 1.0}}, {"optimizer": {}}, {"job": {"nodes": "two"}}, {"adapter": {"kind": "ia3"}}]
 )
 def test_schema_refuses_what_submit_refuses(document: dict[str, object]) -> None:
-    schema = build_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(schema).validate(document)
+        make_validator().validate(document)
 
 
 def test_every_key_in_the_schema_has_a_description() -> None:

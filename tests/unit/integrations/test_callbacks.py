@@ -151,6 +151,7 @@ def build_pytorch_lightning(folder: Path, is_hooked: bool) -> tuple[Any, Callabl
     return build_lightning(folder, is_hooked, "pytorch_lightning")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "is_hooked"),
     [

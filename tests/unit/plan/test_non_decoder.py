@@ -123,6 +123,7 @@ def test_large_unestimated_batch_is_split() -> None:
     assert (result.batch.micro_batch, result.batch.grad_accum) == (32, 4)
 
 
+@pytest.mark.long
 def test_405b_model_is_planned() -> None:
     result = make_plan({"preset": "llama3.1-405b"}, nodes=512, gpus=8, layout="fsdp", gpu_type="h100")
     assert result.world_size == 4096 and result.memory.params_gib is not None

@@ -109,7 +109,9 @@ def test_in_flight_by_stage_matches_torch(schedule: str, virtual: int, micro_bat
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(pp=pp, schedule=schedule, virtual_stages=virtual)
+        pytest.param(
+            Layout(pp=pp, schedule=schedule, virtual_stages=virtual), marks=[pytest.mark.long] if pp == 8 else []
+        )
         for schedule, virtual in (("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2))
         for pp in (2, 4, 8)
     ],

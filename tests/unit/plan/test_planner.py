@@ -98,6 +98,7 @@ def test_requested_layout_is_used() -> None:
     assert result.layout.strategy == "fsdp" and "requested" in result.reasons[0]
 
 
+@pytest.mark.long
 def test_plan_that_does_not_fit_is_refused_at_submit() -> None:
     result = make_plan(spec(LARGE, layout="ddp", gpu_type="a100", seq_len=2048))
     assert result.memory.fits is False
@@ -296,6 +297,7 @@ def test_node_crossing_is_reason_and_warning() -> None:
     assert make_plan(spec(wide, tp=8, gpu_type="h100")).warnings == ()
 
 
+@pytest.mark.long
 def test_plan_that_does_not_fit_suggests_changes() -> None:
     result = make_plan(spec(LARGE, nodes=1, gpus=1, gpu_type="t4", seq_len=2048))
     with pytest.raises(ConfigError, match=r"\d+ nodes of 1 t4") as e:

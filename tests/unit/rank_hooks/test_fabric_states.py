@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 
 from clustertrain.rank_hooks.clustertrain_hooks import calls, fabric_states
 from clustertrain.rank_hooks.clustertrain_hooks.checkpoints import find_problem, list_saved
@@ -15,8 +14,11 @@ from clustertrain.rank_hooks.clustertrain_hooks.progress import Progress
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The `srun` command")
 def test_saves_with_an_optimizer_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric import Fabric  # takes two seconds, in each process that collects the tests
+
     for name in ("save", "load"):
         monkeypatch.setattr(Fabric, name, getattr(Fabric, name))  # restores it after the test
     fabric_states.install(__import__("lightning.fabric.fabric", fromlist=["Fabric"]))

@@ -138,6 +138,7 @@ def hostile_inputs() -> list[ScriptInput]:
     return [*inputs, *CASES.values()]
 
 
+@pytest.mark.long
 def test_shellcheck_and_bash_accept_all_variants(tmp_path: Path) -> None:
     scripts = []
     for n, script_input in enumerate(hostile_inputs()):

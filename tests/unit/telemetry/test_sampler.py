@@ -207,6 +207,7 @@ def test_killed_sampler_leaves_readable_file(nvml_stub: Stub, tmp_path: Path) ->
     assert segment.end is None
 
 
+@pytest.mark.long
 def test_two_agents_have_separate_segments(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as one, sampling(tmp_path / "t", nvml_stub.environ()) as other:

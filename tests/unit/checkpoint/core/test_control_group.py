@@ -181,6 +181,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.long
 def test_operation_in_flight_does_not_change_the_exit_code() -> None:
     process = subprocess.run(
         [sys.executable, "-c", EXIT_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

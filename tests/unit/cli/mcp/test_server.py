@@ -8,17 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
-from mcp import Client, StdioServerParameters
-from mcp.server.mcpserver import MCPServer
 
 from clustertrain import extras, fsio
-from clustertrain.cli.mcp.answer import MAX_CHARACTERS, bound
 from clustertrain.cli.mcp.command import mcp
-from clustertrain.cli.mcp.server import build_server
 from clustertrain.cli.skill import read_skill
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run.logs import search
@@ -26,6 +22,10 @@ from clustertrain.run.run_dir import RunDir
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
 from tests.unit.report import live_runs
+
+if TYPE_CHECKING:  # Importing mcp takes a second, in each process that collects the tests: the tests import it.
+    from mcp import Client, StdioServerParameters
+    from mcp.server.mcpserver import MCPServer
 
 NOW = 1.8e9
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
@@ -58,7 +58,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
+def build_server(**options: bool) -> MCPServer:
+    from clustertrain.cli.mcp.server import build_server
+
+    return build_server(**options)
+
+
 def talk(server: MCPServer | StdioServerParameters, conversation: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
+    from mcp import Client
+
     async def connect() -> Any:
         async with Client(server, read_timeout_seconds=120.0) as client:
             return await conversation(client)
@@ -218,6 +226,8 @@ def test_a_defect_is_described(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_answers_are_bounded(run: RunDir) -> None:
+    from clustertrain.cli.mcp.answer import MAX_CHARACTERS
+
     with run.attempt(1).rank_log(0).open("w") as f:
         f.writelines(f"{i} {'x' * 5000}\n" for i in range(100))
     answer = call("read_log", count=100)
@@ -231,6 +241,8 @@ def test_answers_are_bounded(run: RunDir) -> None:
     ids=["list", "map", "document"],
 )
 def test_any_document_is_bounded_and_says_what_is_missing(document: dict[str, Any]) -> None:
+    from clustertrain.cli.mcp.answer import MAX_CHARACTERS, bound
+
     shown = bound(document)
     assert len(json.dumps(shown)) <= MAX_CHARACTERS and shown["truncated"]
 
@@ -309,6 +321,8 @@ def test_a_session_over_pipes_reads_and_submits(run: RunDir, fake_slurm: FakeSlu
     fake_slurm.answers("squeue", stdout="4711|PENDING|0|10|N/A|N/A||Priority|\n")
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CLUSTERTRAIN_HOME": str(run.path.parents[1])}
     argv = ["-m", "clustertrain", "mcp", "--allow-submit", "--allow-write"]
+    from mcp import StdioServerParameters
+
     server = StdioServerParameters(command=sys.executable, args=argv, env=environ)
     job = {"folder": str(tmp_path), "target": "recipe.toml", "backend": "slurm", "nodes": 1, "gpus_per_node": 2}
 

@@ -33,6 +33,7 @@ def predict_allocated(cell: MemoryCell) -> float:
     return sum(n for category, n in cell.predict().items() if category != "overhead")
 
 
+@pytest.mark.long
 def test_predictions_match_traces(traced: list[tuple[MemoryCell, float]]) -> None:
     ratios = {cell.name: predict_allocated(cell) / peak for cell, peak in traced}
     far = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > WORST}
@@ -57,6 +58,7 @@ def test_nothing_fits_that_does_not(traced: list[tuple[MemoryCell, float]]) -> N
     assert {cell.name for cell, peak in traced if sum(cell.predict().values()) < peak} == set()
 
 
+@pytest.mark.long
 def test_lower_bounds_are_below_the_prediction() -> None:
     """The search skips layouts whose bounds exceed the capacity."""
     for cell in draw_cells():

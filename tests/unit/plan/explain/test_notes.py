@@ -143,6 +143,7 @@ def test_underfilled_pipeline_warns() -> None:
     assert note.endswith("or a smaller train.micro_batch")
 
 
+@pytest.mark.long
 def test_bubble_warning_only_for_requested_pipeline() -> None:
     result = make_plan({"pp": 4, "gpu_type": "h100"}, batch=16)
     (note,) = result.warnings

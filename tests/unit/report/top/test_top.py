@@ -103,6 +103,7 @@ def test_rank_speed_is_measured_between_polls(tmp_path: Path, now: float) -> Non
     assert row.data_wait_share == pytest.approx(0.008)
 
 
+@pytest.mark.long
 def test_poll_reads_only_the_ends_of_files(run: RunDir, now: float, monkeypatch: pytest.MonkeyPatch) -> None:
     log = fsio.JsonlAppender(run.metrics_path(1))
     for _ in range(20):

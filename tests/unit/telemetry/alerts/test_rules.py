@@ -155,6 +155,7 @@ def test_flapping_memory_alert_is_raised_once(alerts: AlertRules) -> None:
     assert codes(reported) == [("memory_nearly_full", "raised")]
 
 
+@pytest.mark.long
 def test_slow_flapping_is_rate_limited(alerts: AlertRules) -> None:
     def flapping(now: float, v: dict[str, float]) -> None:
         v["gpu0.memory_used_bytes"] = (79 if int(now / 200) % 2 else 60) * GIB
@@ -166,6 +167,7 @@ def test_slow_flapping_is_rate_limited(alerts: AlertRules) -> None:
     assert sum(a.suppressed for a in raised) + len(raised) == pytest.approx(86_400 / 400, abs=2)
 
 
+@pytest.mark.long
 def test_many_gpus_are_limited_per_hour(alerts: AlertRules) -> None:
     job = Job(16)
     full = {f"gpu{i}.memory_used_bytes": 79.9 * GIB for i in range(16)}

@@ -145,6 +145,7 @@ def test_pooled_curves_ignore_missing_gpus(run: RunDir) -> None:
     assert np.isnan(curves.nodes.values["power_w"][1, late])
 
 
+@pytest.mark.long
 def test_long_run_uses_rollup(run: RunDir) -> None:
     record(run, "a", ["U0"], 4 * 3600 + 600)
     curves = build_curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
@@ -206,6 +207,7 @@ def test_worst_of_many_gpus_have_curves(run: RunDir) -> None:
     assert curves.choice is not None and "64 of 160 GPUs" in curves.choice and "named in insights" in curves.choice
 
 
+@pytest.mark.long
 def test_heat_map_has_every_gpu(run: RunDir) -> None:
     for n in range(70):
         record(run, f"n{n:03d}", [f"U{n}-0"], 70)
@@ -227,6 +229,7 @@ def test_missing_and_damaged_samples(run: RunDir) -> None:
     assert not np.isfinite(curves.gpus.values["power_w"][1]).any()
 
 
+@pytest.mark.long
 def test_million_steps_take_bounded_memory(run: RunDir) -> None:
     """Memory does not grow with the number of logged rows."""
     row = '{"step":%d,"t":%f,"step_s":1.0,"loss":2.5,' + ",".join(f'"layer{i}":0.125' for i in range(10)) + "}\n"

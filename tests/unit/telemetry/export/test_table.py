@@ -216,6 +216,7 @@ write_csv([AttemptSegment(1, s) for s in open_node(Path(sys.argv[1]))] * int(sys
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("times", "lines"), [(1, None), (2000, 3)])
 def test_stdout_reader_may_exit_early(times: int, lines: int | None, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _TO_STDOUT, str(record(tmp_path)), str(times)]

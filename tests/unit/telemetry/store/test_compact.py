@@ -242,6 +242,7 @@ def test_damage_after_compaction_is_local(tmp_path: Path, name: str) -> None:
     assert (segment.read_error is None) == (name == totals.NAME)  # totals are rebuilt from the samples
 
 
+@pytest.mark.long
 def test_command_line(tmp_path: Path) -> None:
     record(tmp_path / "n1", 20)
     record(tmp_path / "n2", 20, end=False)

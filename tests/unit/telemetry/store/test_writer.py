@@ -254,6 +254,7 @@ def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     assert (segment.end, segment.read_error) == (None, None)
 
 
+@pytest.mark.long
 def test_truncated_segment_is_read_to_last_flush(tmp_path: Path) -> None:
     folder = record(tmp_path / "n1", 30, end=False)
     (folder / totals.NAME).unlink()
@@ -340,6 +341,7 @@ def test_row_of_wrong_length_raises(tmp_path: Path) -> None:
         writer.fast(0.0, np.zeros(2))
 
 
+@pytest.mark.long
 def test_foreign_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / jsonl_blocks.NAME
     path.write_bytes(jsonl_blocks._MAGIC + bytes(100))

@@ -65,6 +65,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(ranks: int, global_batch: 
         assert next_positions(*loaders) == remaining[i * global_batch : (i + 1) * global_batch]
 
 
+@pytest.mark.long
 def test_exclude_works_with_workers_and_after_resume() -> None:
     one = make_loader(workers=2)
     next(one)

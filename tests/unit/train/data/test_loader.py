@@ -108,6 +108,7 @@ def test_workers_change_neither_order_nor_position() -> None:
     with_workers.close()
 
 
+@pytest.mark.long
 def test_augmentation_in_workers_depends_only_on_position() -> None:
     one, three = make_loader(Noisy(), workers=1), make_loader(Noisy(), workers=3)
     first = [next(one)[1].tolist() for _ in range(4)]

@@ -164,6 +164,7 @@ def train(recipe: Recipe, folder: Path, ends: tuple[int, ...]) -> tuple[list[flo
     return losses, results, reference.datasets[0].reference
 
 
+@pytest.mark.long
 def test_training_starts_at_the_reference_and_resumes_exactly(tmp_path: Path) -> None:
     write_rows(tmp_path / "held.jsonl", PAIRS[:2])
     recipe = make_recipe(tmp_path, validation_path=str(tmp_path / "held.jsonl"), objective={"beta": 1.0})

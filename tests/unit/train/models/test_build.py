@@ -84,11 +84,13 @@ def training_losses(spec: dict[str, Any], steps: int, lr: float, *, same: bool) 
     return seen
 
 
+@pytest.mark.long
 def test_convnet_generalizes_to_new_images() -> None:
     seen = training_losses(CONVNET, 50, 1e-2, same=False)
     assert sum(seen[-10:]) / 10 < 0.8 * UNINFORMED_LOSS["convnet"]
 
 
+@pytest.mark.long
 def test_two_tower_learns_matching_passages() -> None:
     assert training_losses(TWO_TOWER, 40, 3e-3, same=True)[-1] < 0.3 * UNINFORMED_LOSS["two-tower"]
 

@@ -88,6 +88,7 @@ def with_flex(monkeypatch: pytest.MonkeyPatch, kernel: FlexKernel) -> None:
             monkeypatch.setattr(module, "flex", kernel)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_equals_the_mask_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
@@ -97,6 +98,7 @@ def test_flex_attention_equals_the_mask_of_all_positions(monkeypatch: pytest.Mon
         torch.testing.assert_close(model()(tokens(), document_starts=STARTS), expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # dynamo's, about what it traces in torch
 def test_flex_attention_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FlexKernel(compiled=False)

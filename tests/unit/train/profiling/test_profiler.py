@@ -30,6 +30,7 @@ def train_profiled(session: ct.Session, profiler: Profiler, steps: range) -> Non
         profiler.end(step)
 
 
+@pytest.mark.long
 def test_profiled_window_writes_trace_table_and_parts(
     session: ct.Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

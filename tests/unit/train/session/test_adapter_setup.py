@@ -70,6 +70,7 @@ def test_resume_keeps_the_hash_of_the_base_and_names_other_settings(
     assert "adapter alpha 4.0 then, 6.0 now" in caplog.text
 
 
+@pytest.mark.long
 def test_adapter_to_start_from_is_refused_with_another_base(tmp_path: Path) -> None:
     base, changed = tmp_path / "base.safetensors", tmp_path / "changed.safetensors"
     weights = net().state_dict()

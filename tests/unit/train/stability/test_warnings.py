@@ -139,6 +139,7 @@ def test_throughput_falls_back_to_samples_and_step_time(monkeypatch: pytest.Monk
         assert recorder.observe(RECENT_STEPS, step_s=18.0, **slow) == ["throughput_drop"]
 
 
+@pytest.mark.long
 def test_short_or_brief_runs_have_no_throughput_warning(recorder: WarningRecorder) -> None:
     """Cover many steps of milliseconds, and longer steps for less than a minute."""
     assert recorder.observe(5 + MIN_BASELINE_STEPS + RECENT_STEPS, step_s=0.002) == []

@@ -188,6 +188,7 @@ def measure_real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> t
     return peak, passes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_traced_memory_matches_a_real_step(checkpointing: str) -> None:
     counted = count("Net", micro_batch=8, activation_checkpointing=checkpointing)
@@ -202,6 +203,7 @@ def test_traced_memory_matches_a_real_step(checkpointing: str) -> None:
     assert counted.memory_trace.activations_bytes == pytest.approx(passes, rel=0.1)
 
 
+@pytest.mark.long
 def test_trace_reflects_checkpointing_and_precision() -> None:
     plain, recomputed, half = (
         count("Net", **step).memory_trace

@@ -191,6 +191,7 @@ def test_page_far_behind_continues_with_the_newest_lines(run: RunDir, monkeypatc
     assert len(change.data["lines"]) == 500
 
 
+@pytest.mark.long
 def test_search_over_all_ranks_and_in_one_log(client: TestClient, run: RunDir) -> None:
     write_log(run, 0, "step 1 loss 3\nstep 2 loss NaN\n")
     write_log(run, 1, f"step 2 loss nan {HOSTILE}\n")
@@ -205,6 +206,7 @@ def test_search_over_all_ranks_and_in_one_log(client: TestClient, run: RunDir) -
     assert client.get(search, params={"text": "x", "key": "1/../spec"}).status_code == 404
 
 
+@pytest.mark.long
 def test_endless_regular_expression_is_ended(client: TestClient, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_log(run, 0, "a" * 40 + "b\n")
     monkeypatch.setattr(workers, "SEARCH_TIMEOUT_S", 1.0)
@@ -271,6 +273,7 @@ def test_checkpoints(client: TestClient, run: RunDir) -> None:
     assert rows[0]["state"] == "DAMAGED" and rows[0]["t"] is not None, "it has no manifest"
 
 
+@pytest.mark.long
 def test_telemetry_is_computed_in_a_child_process(client: TestClient, run: RunDir) -> None:
     live_runs.record(run, "n1", clock.now())
     document = get(client, f"/api/runs/{run.id}/telemetry")
@@ -300,6 +303,7 @@ def test_device_in_place_of_a_record_of_checkpoints_is_named(client: TestClient,
     assert "rolled-back.json: is a device" in document["damage"][0]
 
 
+@pytest.mark.long
 def test_run_in_a_folder_that_is_not_utf_8(
     client: TestClient, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def written(folder: Path, segments: list[Segment], memory: memoryview, rank: int
     return sorted(p.name for p in folder.iterdir())
 
 
+@pytest.mark.long
 def test_all_segments_are_the_buffer_as_it_is(tmp_path: Path) -> None:
     segments, memory = staged([5, 0, 70_000, CHUNK_BYTES + 4097, 3 << 20, 1], frozen=set())
     assert written(tmp_path, segments, memory) == ["rank-0.bin"]

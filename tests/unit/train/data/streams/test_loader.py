@@ -223,6 +223,7 @@ def test_report_says_what_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert "each rank reads its own part; a resume restores the stream's own state" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_training_on_a_stream_resumes(tmp_path: Path) -> None:
     model = {"entry": "torch.nn:Linear", "args": {"in_features": 2, "out_features": 2}}
     recipe = make_recipe("part", model=model, train={"steps": 6})
