@@ -28,7 +28,8 @@ def agent(folder: Path, **environ: str) -> NodeAgent:
         run=run, attempt=attempt, node="localhost", node_rank=0, nodes=("localhost", "localhost"), ranks_per_node=1,
         device="cpu", grace_s=None, environ={**base, **environ},
     )  # fmt: skip
-    return NodeAgent(context, Signals())
+    with mock.patch("tempfile.tempdir", str(folder)):  # nobody removes the ranks' folder
+        return NodeAgent(context, Signals())
 
 
 def test_node_settings_are_in_ranks_environment_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,7 @@ def test_callback_stops_saves_and_resumes_once(
     assert not of_stops.exists() or [p.name for p in of_stops.iterdir()] == [f"step-{STOP_STEP + 2}.ckpt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [build_transformers, build_lightning])
 def test_callback_does_nothing_outside_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any]

@@ -51,7 +51,7 @@ def work(is_ready: Event) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_worker_obeys_its_rank_only(method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     is_ready = context.Event()

@@ -56,7 +56,7 @@ def failures(waits: Sequence[Callable[[], bytes]]) -> list[BaseException | None]
     return on_all(waits, failure)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 9, 17, 65])
+@pytest.mark.parametrize("size", [1, 2, 8, 9, 17, pytest.param(65, marks=pytest.mark.long)])
 def test_all_ranks_get_all_payloads_in_rank_order(size: int) -> None:
     with connect(size) as groups:
         payloads = [f"{group.rank};".encode() for group in groups]

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,6 +29,9 @@ from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import block_transforms, context_parallel, tensor_parallel
 from clustertrain.train.models import losses
 from clustertrain.train.models.decoder import Decoder
+
+if TYPE_CHECKING:  # takes half a second, in each process that collects the tests
+    from torch.distributed._tools.mem_tracker import MemTracker
 
 BATCH, LENGTH, VOCABULARY = 2, 128, 4000
 MODEL = ModelSpec(vocab_size=500, dim=128, layers=2, heads=4, kv_heads=2)
@@ -51,6 +53,12 @@ def mesh_of_last_rank(world_size: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+def make_tracker() -> MemTracker:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    return MemTracker()
+
+
 def measure_bytes(layout: Layout, mode: str, *, documents: bool = False) -> dict[str, int]:
     """Return the bytes of parameters and activations (without logits) that the last rank of ``layout`` holds."""
     context = SimpleNamespace(layout=layout, precision="fp32", parallel=ParallelSpec(), device=torch.device("cpu"))
@@ -65,7 +73,7 @@ def measure_bytes(layout: Layout, mode: str, *, documents: bool = False) -> dict
         block_transforms.apply(model, context)  # type: ignore[arg-type]
         tokens = torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH // layout.cp))
         starts = torch.zeros_like(tokens) if documents else None
-        tracker = MemTracker()
+        tracker = make_tracker()
         tracker.track_external(model, tokens)
         with tracker, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
@@ -113,7 +121,7 @@ def measure_loss_peak(dtype: torch.dtype) -> int:
     with mesh_of_last_rank(2) as mesh, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
         part = torch.randn(BATCH, LENGTH, VOCABULARY // 2, dtype=dtype, requires_grad=True)
         targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
-        tracker = MemTracker()
+        tracker = make_tracker()
         tracker.track_external(part)
         with tracker:
             logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)

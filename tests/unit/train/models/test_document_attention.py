@@ -142,6 +142,7 @@ def test_mask_is_in_the_type_of_the_queries() -> None:
     assert (masked - exact).abs().max() < 0.05
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 def test_compiled_layers_have_no_graph_break() -> None:
     compiled = copy.deepcopy(model())
