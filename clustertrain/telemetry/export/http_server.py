@@ -109,6 +109,7 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128  # the default is 5: one more client at once would try again only after a second
 
     def __init__(self, family: int, address: str, port: int) -> None:
         self.address_family = family

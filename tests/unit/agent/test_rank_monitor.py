@@ -107,6 +107,7 @@ def test_stopped_process_is_found_when_its_peer_fails(tmp_path: Path, torchrun: 
     assert monitor.stopped_ranks == {5}
 
 
+@pytest.mark.long
 def test_run_with_all_steps_done_completes_despite_a_hung_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node_agent = agent(tmp_path)
     real = clock.monotonic

@@ -85,6 +85,7 @@ def test_jobs_run_one_at_a_time_by_default(submit: Submit, tmp_path: Path) -> No
     assert_started(tmp_path, "r0", "r1", "r2")
 
 
+@pytest.mark.long
 def test_cancelled_pending_job_keeps_the_limit_of_two_at_once(submit: Submit, tmp_path: Path) -> None:
     jobs = submit(5, at_once=2)
     ids = [job_id for _, job_id in jobs]

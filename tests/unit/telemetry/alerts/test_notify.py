@@ -235,6 +235,7 @@ def test_server_without_response(events: Events, server: Server, monkeypatch: py
     assert notifier.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
 def test_full_queue_drops_and_stop_does_not_wait(
     events: Events, server: Server, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from clustertrain.config.telemetry import ExporterSpec
-from clustertrain.telemetry.export import textfile
+from clustertrain.telemetry.export import http_server, textfile
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Feed, Labels
 from clustertrain.telemetry.export.http_server import MAX_CLIENTS, PORT_ATTEMPTS
@@ -202,6 +202,13 @@ def test_scrape_with_twenty_slow_clients(partial_request: bytes, export: Callabl
     finally:
         for client in slow:
             client.close()
+
+
+def test_clients_at_once_wait_for_no_retransmission() -> None:
+    """None is accepted here: those that the kernel does not queue cannot connect."""
+    with http_server._bind("127.0.0.1", free_port(PORT_ATTEMPTS)) as server, contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(server.server_address[:2], timeout=5.0))
 
 
 def test_number_of_clients_is_limited(export: Callable[..., WatchedExporter]) -> None:

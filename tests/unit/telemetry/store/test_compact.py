@@ -109,7 +109,8 @@ def test_parquet_is_readable_by_other_tools(tmp_path: Path) -> None:
 _CHANGES = ("write_bytes", "replace", "unlink", "fsync_folder")
 
 
-@pytest.mark.parametrize("end", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("end", [True, False])
 def test_killed_compaction_is_readable_and_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bool
 ) -> None:
