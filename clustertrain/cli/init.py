@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +13,23 @@ from typing import Any, TypeVar
 
 import click
 
-from clustertrain.errors import ConfigError, UsageError
+from clustertrain.errors import ClusterTrainError, ConfigError, NotFound, UsageError
+from clustertrain.printable import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 SCHEMA_FILE = "recipe.schema.json"
 SCRIPT = "train_script.py"  # in the examples of a checkout, in the templates of a wheel
+
+
+class _WholeNumber(click.IntRange):
+    """A whole number in a range, with a message that people understand for anything else."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.group()
@@ -41,7 +55,7 @@ _force_option = click.option("--force", is_flag=True, help="Replace the file if 
 @click.option("--model", metavar="PRESET|PATH|RUN", help="A preset, or pretrained weights to start from.")
 @click.option("--data", metavar="PATH", help="A folder of text or token shards, or a .jsonl file of conversations.")
 @click.option("--tokenizer", metavar="PATH", help="Tokenizer of the conversations.")
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Optimizer steps.")
+@click.option("--steps", type=_WholeNumber(min=1), metavar="N", help="Optimizer steps.")
 @click.option("--adapter", is_flag=True, help="Train a LoRA adapter instead of all weights.")
 @click.option(
     "--schema",
@@ -68,12 +82,15 @@ def recipe(
     schema_file = output.with_name(SCHEMA_FILE)
     if with_schema:
         _check_output(schema_file, force=force)
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    # Options are checked before the first question.
+    model = _check_model(model) if model else ""
+    data = _check_data(data) if data is not None else None
+    if _is_terminal():
         if not model:
             click.echo(f"Presets: {', '.join(PRESETS)}")
-            model = click.prompt("Model: a preset, or weights to start from", default="tiny")
-        data = data if data is not None else click.prompt("Data: a folder or file; empty for a sample text", default="")
-        steps = steps or click.prompt("Optimizer steps", default=1000, type=click.IntRange(min=1))
+            model = _ask("Model: a preset, or weights to start from", "tiny", _check_model)
+        data = data if data is not None else _ask("Data: a folder or file; empty for a sample text", "", _check_data)
+        steps = steps or click.prompt("Optimizer steps", default=1000, type=_WholeNumber(min=1))
     text = build_recipe(model or "tiny", data or "", tokenizer or "", steps or 1000, adapter=adapter)
     _check_recipe(text, output)
     if with_schema:
@@ -83,11 +100,12 @@ def recipe(
     else:
         _write({output: text})
     click.echo(f"wrote {output}{f' and {schema_file}' if with_schema else ''}; next:")
+    name = shlex.quote(str(output))
     _echo_next(
         {
-            f"clustertrain plan {output}": "what submit would choose",
-            f"clustertrain diagnose init-loss {output}": "does the first loss make sense?",
-            f"clustertrain submit {output}": "train",
+            f"clustertrain plan {name}": "what submit would choose",
+            f"clustertrain diagnose init-loss {name}": "does the first loss make sense?",
+            f"clustertrain submit {name}": "train",
             "clustertrain recipe explain optim.lr": "what a key means",
         }
     )
@@ -107,12 +125,86 @@ def script(output: Path, force: bool) -> None:
         raise ConfigError(f"{SCRIPT} is missing in {templates}", fix="reinstall clustertrain")
     _write({output: source.read_text().replace(SCRIPT, output.name)})
     click.echo(f"wrote {output}; next:")
+    name = shlex.quote(str(output))
     _echo_next(
         {
-            f"python {output} --checkpoint-dir /tmp/first": "one process, no launcher",
-            f"clustertrain submit --gpus 2 {output}": "two ranks",
+            f"python {name} --checkpoint-dir /tmp/first": "one process, no launcher",
+            f"clustertrain submit --gpus 2 {name}": "two ranks",
             "clustertrain logs -f": "its output",
         }
+    )
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _ask(question: str, default: str, check: Callable[[str], str]) -> str:
+    """Ask until ``check`` accepts the answer. Return what it returns."""
+
+    def parse(answer: str) -> str:
+        try:
+            return check(answer)
+        except ClusterTrainError as e:
+            fix = f"\n  fix: {printable(e.fix)}" if e.fix else ""
+            raise click.UsageError(printable(e.message) + fix) from e
+
+    answer: str = click.prompt(question, default=default, value_proc=parse)
+    return answer
+
+
+def _check_model(text: str) -> str:
+    """Return ``text`` without spaces around it.
+
+    Raises:
+        UsageError: it is neither a preset nor weights that exist on this machine.
+    """
+    from clustertrain.config.parsing.presets import PRESETS
+
+    name = text.strip()
+    if not name or name in PRESETS:
+        return name
+    from clustertrain.checkpoint.offline import start_weights
+    from clustertrain.config.parsing.documents import did_you_mean
+
+    try:
+        start_weights.resolve_weights(name, Path.cwd())
+    except NotFound as e:
+        if "/" in name:
+            raise UsageError(f"model: {e.message}", fix=e.fix) from e
+        raise UsageError(
+            f"model: no preset {name!r}; {e.message}", fix=f"{did_you_mean(name.lower(), [*PRESETS])} Or {e.fix}"
+        ) from e
+    except OSError as e:
+        raise UsageError(f"model: {name}: {e.strerror}", fix="check the path") from e
+    return name
+
+
+def _check_data(text: str) -> str:
+    """Return ``text`` without spaces around it; empty stands for a sample.
+
+    Raises:
+        UsageError: it is neither a built-in data set nor a file or folder on this machine.
+    """
+    from clustertrain import settings
+    from clustertrain.config.data import BUILT_IN_DATASETS
+    from clustertrain.config.parsing.documents import did_you_mean
+
+    name = text.strip()
+    built_in = sorted({data_set for names in BUILT_IN_DATASETS.values() for data_set in names})
+    if not name or name in built_in:
+        return name
+    path = settings.expand_user_path(name, "the data")
+    try:
+        # Shards of Megatron are named without the suffix.
+        if path.exists() or path.with_name(f"{path.name}.bin").exists():
+            return name
+    except OSError as e:
+        raise UsageError(f"data: {name}: {e.strerror}", fix="check the path") from e
+    near = f"{did_you_mean(name.lower(), built_in)} Or " if "/" not in name else ""
+    raise UsageError(
+        f"data: {name}: no such file or folder",
+        fix=f"{near}check the path; if only the nodes have it, write it into data.path of the recipe",
     )
 
 
@@ -173,12 +265,25 @@ def _quote(text: str) -> str:
 
 
 def _check_output(output: Path, *, force: bool) -> None:
-    if output.exists() and not force:
+    try:
+        mode = output.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = None
+    except OSError as e:  # a loop of links, a name that is too long, a folder that may not be searched
+        raise _unwritable(e, output) from e
+    if mode is not None and not force:
         raise UsageError(f"{output} exists already", fix="name another file with --output, or replace it with --force")
-    if output.exists() and not output.is_file():
+    if mode is not None and not stat.S_ISREG(mode):
         raise UsageError(f"{output} is not a regular file and will not be replaced", fix="name a file with --output")
     if not output.parent.is_dir():
         raise UsageError(f"{output}: the folder {output.parent} does not exist", fix="create it first")
+
+
+def _unwritable(error: OSError, path: str | Path) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}",
+        fix="name a file in a writable folder, with space on its disk, with --output",
+    )
 
 
 def _write(texts: dict[Path, str]) -> None:
@@ -197,10 +302,7 @@ def _write(texts: dict[Path, str]) -> None:
                 file.write(text.encode())
                 file.flush()
     except OSError as e:
-        raise ConfigError(
-            f"{e.filename} cannot be written: {e.strerror}",
-            fix="name a file in a writable folder, with space on its disk, with --output",
-        ) from e
+        raise _unwritable(e, e.filename) from e
 
 
 def _check_recipe(text: str, output: Path) -> None:

@@ -54,10 +54,7 @@ def explain_keys(key: str) -> RecipeKeys:
     table = tables.get(name)
     found = _find_key(tables, name)
     if table is None and found is None:
-        from clustertrain.config.parsing.documents import did_you_mean
-
-        known = [f"{t}.{k.name}" for t in tables for k in tables[t].keys]
-        raise NotFound(f"a recipe has no key {name!r}", fix=did_you_mean(name, [*tables, *known], otherwise=[*tables]))
+        raise NotFound(f"a recipe has no key {name!r}", fix=_suggest(tables, name))
     keys = {name: found} if found is not None else {f"{name}.{k.name}": k for k in table.keys} if table else {}
     return RecipeKeys(keys=tuple(RecipeKey(key=n, **_plain(k)) for n, k in keys.items()))
 
@@ -126,6 +123,18 @@ def _tables() -> dict[str, Table]:
 def _find_key(tables: dict[str, Table], name: str) -> Key | None:
     table, _, key = name.rpartition(".")
     return next((k for k in tables[table].keys if k.name == key), None) if table in tables else None
+
+
+def _suggest(tables: dict[str, Table], name: str) -> str:
+    """Return a sentence that lists the keys and tables that ``name`` may mean; a key may lack its table."""
+    from clustertrain.config.parsing.documents import find_near, suggest_key
+
+    known = [f"{t}.{k.name}" for t in tables for k in tables[t].keys]
+    table, dot, key = name.rpartition(".")
+    if table in tables:
+        return suggest_key(key, [k.name for k in tables[table].keys], f"{table}.", known)
+    near = find_near(name, [*tables, *known]) if dot else []
+    return f"did you mean {' or '.join(near)}?" if near else suggest_key(key, [*tables], "", known)
 
 
 def _plain(key: Key) -> dict[str, str]:

@@ -23,7 +23,7 @@ from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.progress import Failure, Progress, format_share
 from clustertrain.report.tables import Column, fit_table
 from clustertrain.report.terminal import Glyphs, meter
-from clustertrain.run import attempts, json_files, state
+from clustertrain.run import attempts, events, json_files, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_spec import load_command
 from clustertrain.run.usage.contract_status import ContractStatus, SliceStatus
@@ -88,6 +88,8 @@ def _format_progress(status: RunStatus, progress: Progress) -> str:
             return "none yet"
         if status.state == state.RUNNING:
             return COMMAND_WITHOUT_STEPS_YET if load_command(status.run) else "none yet"
+        if any(events.find_last(events.for_attempt(a), "session_started") for a in status.run.attempts()):
+            return "none"  # the program has a session, which ended before its first step
         return f"{NO_STEPS_REPORTED}; see {page_url('guides/any-program')}"
     share = f" ({format_share(status.step, status.total_steps)})" if status.total_steps else ""
     parts = [f"{format_steps(status)}{share}"]

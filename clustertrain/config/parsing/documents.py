@@ -56,7 +56,7 @@ def _check_keys(value: dict[str, Any], struct_type: type[msgspec.Struct], source
         fields = field_types(table_type)
         for key, inner in table.items():
             if key not in fields:
-                suggestion = _suggest_key(key, list(fields), prefix, list_keys(struct_type))
+                suggestion = suggest_key(key, list(fields), prefix, list_keys(struct_type))
                 raise ConfigError(f"{source}: unknown key {prefix + key!r}", fix=suggestion)
             struct = find_struct(fields[key])
             if struct is not None and isinstance(inner, dict):
@@ -75,11 +75,12 @@ def list_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
     return keys
 
 
-def _suggest_key(key: str, siblings: list[str], prefix: str, all_keys: list[str]) -> str:
+def suggest_key(key: str, siblings: list[str], prefix: str, all_keys: list[str]) -> str:
     """Return a sentence that lists what ``key`` may mean.
 
     Args:
-        siblings: keys of its table, whose dotted name is ``prefix``.
+        siblings: keys of its table.
+        prefix: dotted name of the table with a dot at the end; empty for the document itself.
         all_keys: dotted keys of all tables.
     """
     leaves = {name: name.rpartition(".")[2] for name in all_keys}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import clustertrain.cli.init as init_command
 from clustertrain.cli.init import init
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.parsing.presets import apply_preset
@@ -48,15 +49,18 @@ def test_options_go_into_the_recipe(folder: Path) -> None:
     assert (recipe.model.layers, recipe.data.kind, recipe.train.steps, recipe.adapter.kind) == (32, "tokens", 7, "lora")
 
 
-def test_conversations_take_the_tokenizer_of_the_weights() -> None:
-    hostile = 'a "b"\\c'
-    assert call("recipe", "--model", f"/models/{hostile}", "--data", "x.jsonl").exit_code == 0
+def test_conversations_take_the_tokenizer_of_the_weights(folder: Path) -> None:
+    weights = folder / 'a "b"\\c'
+    weights.mkdir()
+    (folder / "x.jsonl").touch()
+    assert call("recipe", "--model", str(weights), "--data", "x.jsonl").exit_code == 0
     document = tomllib.loads(Path("recipe.toml").read_text())
-    assert document["model"]["init"] == document["data"]["tokenizer"] == f"/models/{hostile}"
+    assert document["model"]["init"] == document["data"]["tokenizer"] == str(weights)
     assert document["data"]["kind"] == "chat"
 
 
 def test_recipe_that_submit_would_refuse_is_not_written() -> None:
+    Path("x.jsonl").touch()
     assert isinstance(call("recipe", "--data", "x.jsonl").exception, ConfigError)  # no tokenizer
     assert not Path("recipe.toml").exists()
 
@@ -102,6 +106,60 @@ def test_link_stays_and_a_fifo_is_not_replaced(folder: Path) -> None:
 
 
 def test_path_that_is_not_utf_8_is_refused(folder: Path) -> None:
-    result = call("recipe", "--model", os.fsdecode(b"/models/caf\xe9"))
+    weights = folder / os.fsdecode(b"caf\xe9")
+    weights.mkdir()
+    result = call("recipe", "--model", str(weights))
     assert isinstance(result.exception, UsageError) and "UTF-8" in str(result.exception)
+    assert list(folder.iterdir()) == [weights]
+
+
+def test_loop_of_links_and_long_name_are_reported_with_the_file_and_a_fix(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    for output in ("loop", "a" * 260):
+        for force in ([], ["--force"]):
+            error = call("recipe", "-o", output, *force).exception
+            assert isinstance(error, ConfigError) and f"{output} cannot be written" in error.message and error.fix
+    assert (folder / "loop").is_symlink()
+
+
+def test_commands_to_copy_are_quoted() -> None:
+    assert "clustertrain plan 'a b.toml'  " in call("recipe", "-o", "a b.toml").stdout
+    assert "submit --gpus 2 'a b.py'  " in call("script", "-o", "a b.py").stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--model", "Tiny"), "did you mean tiny"),
+        (("--model", "nonsense"), "known: "),
+        (("--model", "no/such"), "check the path"),
+        (("--data", "no-such.jsonl"), "check the path"),
+        (("--data", "stdlb"), "did you mean stdlib"),
+    ],
+)
+def test_option_that_names_nothing_is_refused(folder: Path, argv: tuple[str, ...], named: str) -> None:
+    error = call("recipe", *argv).exception
+    assert isinstance(error, UsageError) and argv[1] in error.message and named in str(error.fix)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--model", "--data"])
+def test_option_with_a_name_that_is_too_long_is_refused(option: str) -> None:
+    error = call("recipe", option, "a" * 300).exception
+    assert isinstance(error, ConfigError) and error.fix == "shorten the name"
+
+
+def test_steps_that_are_no_number_are_named_in_plain_words() -> None:
+    assert "'abc' is not a whole number" in str(call("recipe", "--steps", "abc").exception)
+    assert "x>=1" in str(call("recipe", "--steps", "0").exception)
+
+
+def test_wrong_answers_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_command, "_is_terminal", lambda: True)
+    answers = "nonsense\nTiny\n  125m \nno-such\n stdlib \nabc\n7\n"
+    result = CliRunner().invoke(init, ["recipe"], input=answers, standalone_mode=False)
+    assert result.exit_code == 0, result
+    assert "no preset 'nonsense'" in result.output and "  fix: did you mean tiny?" in result.output
+    assert "no-such: no such file or folder" in result.output and "'abc' is not a whole number" in result.output
+    recipe = read()
+    assert (recipe.model.preset, recipe.data.path, recipe.train.steps) == ("125m", "stdlib", 7)

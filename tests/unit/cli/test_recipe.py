@@ -51,6 +51,25 @@ def test_unknown_key_is_refused_with_the_nearest() -> None:
     assert isinstance(error, NotFound) and error.fix is not None and "optim.lr" in error.fix
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("lr", "did you mean optim.lr?"),
+        ("learning_rate", "did you mean optim.lr?"),
+        ("dim", "model.dim"),
+        ("optim.lrr", "did you mean optim.lr?"),
+        ("optim.steps", "train.steps"),
+        ("optm", "did you mean optim?"),
+        ("optm.lr", "did you mean optim.lr"),
+        ("", "known: adapter"),
+        (".", "known: adapter"),
+    ],
+)
+def test_key_without_its_table_is_found(name: str, meant: str) -> None:
+    error = call("explain", name).exception
+    assert isinstance(error, NotFound) and meant in str(error.fix)
+
+
 def test_unknown_key_with_nothing_near_lists_only_the_tables() -> None:
     error = call("explain", "zzzzzz").exception
     assert isinstance(error, NotFound) and error.fix is not None

@@ -70,6 +70,18 @@ def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path
     assert telemetry["figures"]["goodput"]["a"] is None and telemetry["goodput"]["productive_s"]["a"] is None
 
 
+def test_script_that_failed_in_its_session_is_not_sent_to_the_guide_for_programs_without_one(
+    run_cli: RunCli, tmp_path: Path
+) -> None:
+    run = new_script_run(tmp_path, "script-abc234")
+    log = fsio.JsonlAppender(run.attempt(1).events_path("rank0"))
+    log.append({"t": time.time() - 80, "event": "session_started", "world_size": 1, "device": "cpu"})
+    log.close()
+    shown = run_cli("status", run.id)
+    assert "/guides/any-program/" not in shown
+    assert ["step", "none"] in [line.split() for line in shown.splitlines()]
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
