@@ -57,6 +57,16 @@ def test_imports_of_extras_follow_a_check() -> None:
                 assert f'extras.require("{package}' in source, f"{name} imports {package}"
 
 
+def test_collection_of_tests_imports_no_slow_package() -> None:
+    """Each takes about a second, in every worker of pytest: tests import it where they use it."""
+    slow = {"accelerate", "lightning", "matplotlib", "mcp", "peft", "scipy", "sklearn", "torchao", "transformers"}
+    at_start = re.compile(rf"^(from|import) ({'|'.join(sorted(slow))})\b", re.MULTILINE)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if at_start.search(source := path.read_text()):  # an import, or a line of a program in a string
+            body = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert imported_packages(ast.Module(body, [])) & slow == set(), path
+
+
 def imported_packages(tree: ast.Module) -> set[str]:
     modules = []
     for node in ast.walk(tree):
