@@ -49,7 +49,7 @@ def render_list(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         cells = [
             str(row["step"]),
             format_size(row["bytes"]),
-            *[format_size(row["new_bytes"])] * has_links,
+            *([format_size(row["new_bytes"])] if has_links else []),
             ranks,
             format_layout(row["layout"]),
             row["engine"] or "-",

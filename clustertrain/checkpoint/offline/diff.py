@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -215,48 +213,40 @@ def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
 
 def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value that is not a tensor. A list of plain values counts as one value."""
-    value = _untag(value)
     if isinstance(value, dict) and json_tags.TENSOR in value:
         return
     inner: dict[str, Any] = {}
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not _is_number(value):
         inner = value
-    elif isinstance(value, list):
-        value = [_untag(v) for v in value]
-        if any(isinstance(v, (dict, list)) for v in value):
-            inner = {str(i): v for i, v in enumerate(value)}
+    elif isinstance(value, list) and any(isinstance(v, (dict, list)) and not _is_number(v) for v in value):
+        inner = {str(i): v for i, v in enumerate(value)}
     if not inner:
         yield name, value
     for key, child in inner.items():
         yield from _iter_leaves(child, f"{name}/{key}" if name else key)
 
 
-def _untag(value: Any) -> Any:
-    """Return a number that JSON lacks, such as NaN, instead of its tag; anything else as it is."""
-    if isinstance(value, dict) and len(value) == 1:
-        with contextlib.suppress(ValueError, TypeError):  # another writer's
-            if json_tags.FLOAT in value:
-                return float(value[json_tags.FLOAT])
-            if json_tags.INT in value:
-                return int(value[json_tags.INT], 16)
-    return value
+def _is_number(value: Any) -> bool:
+    """Return whether a value is the tag of a number that JSON lacks, such as NaN."""
+    return isinstance(value, dict) and len(value) == 1 and not value.keys().isdisjoint((json_tags.FLOAT, json_tags.INT))
 
 
-def _to_json(value: Any) -> Any:
-    """Return a value for a document: numbers that JSON lacks become text."""
+def _readable(value: Any) -> Any:
+    """Return a value with text in place of the tags of numbers."""
     if isinstance(value, list):
-        return [_to_json(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return hex(value) if isinstance(value, int) and value.bit_length() > 63 else value
+        return [_readable(v) for v in value]
+    return next(iter(value.values())) if _is_number(value) else value
 
 
 def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
     for name in sorted(a.keys() | b.keys()):
         if name not in b:
-            yield ValueDiff(name=name, only="a", a=_to_json(a[name]))
+            yield ValueDiff(name=name, only="a", a=_readable(a[name]))
         elif name not in a:
-            yield ValueDiff(name=name, only="b", b=_to_json(b[name]))
+            yield ValueDiff(name=name, only="b", b=_readable(b[name]))
         # Compare the text, because Python considers 1, 1.0 and True equal.
         elif repr(a[name]) != repr(b[name]):
-            yield ValueDiff(name=name, a=_to_json(a[name]), b=_to_json(b[name]))
+            in_a, in_b = _readable(a[name]), _readable(b[name])
+            if repr(in_a) == repr(in_b):  # a number and its text
+                in_a, in_b = a[name], b[name]
+            yield ValueDiff(name=name, a=in_a, b=in_b)

@@ -168,6 +168,7 @@ def test_one_of_them_by_step_or_path(run: Path, command: Command) -> None:
         assert [(r["step"], r["committed"]) for r in command("list", name, "--json").json["checkpoints"]] == [
             (6, False)
         ]
+        assert command("list", name).out.splitlines()[1].split()[-2:] == ["not", "committed"]
     assert (
         command("list", run / "checkpoints", "--json").json["checkpoints"]
         == command("list", run, "--json").json["checkpoints"]

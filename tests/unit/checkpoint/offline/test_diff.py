@@ -72,9 +72,15 @@ def test_list_with_nan_is_one_value_like_a_list_without(tmp_path: Path) -> None:
     assert diff.values == (
         ValueDiff(name="guard/n", a=hex(2**80), b=hex(2**80 + 1)),
         ValueDiff(name="guard/window", a=["nan", 1.0], b=[0.0, 1.0]),
-        ValueDiff(name="guard/x", a="inf", b="inf"),  # the number and the text
+        ValueDiff(name="guard/x", a={"__float__": "inf"}, b="inf"),  # the number and the text
     )
     msgspec.json.encode(diff)
+
+
+def test_integer_of_thousands_of_digits_is_compared(tmp_path: Path) -> None:
+    a, b = (save(tmp_path / n, 1, {"big": {"n": 2**20_000, "v": [2**20_000 + i]}}) for i, n in enumerate("ab"))
+    diff = compare_checkpoints(a, b)
+    assert diff.values == (ValueDiff(name="big/v", a=[hex(2**20_000)], b=[hex(2**20_000 + 1)]),)
 
 
 def test_diff_of_consecutive_steps(tmp_path: Path) -> None:
