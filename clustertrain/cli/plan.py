@@ -19,6 +19,7 @@ from clustertrain.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from clustertrain.plan.cost.memory import MemoryEstimate
     from clustertrain.plan.planner import Plan
     from clustertrain.report.documents.plans import PlanOfSize
     from clustertrain.scheduler.registry import Purpose
@@ -119,39 +120,54 @@ def _show(chosen: Plan, command: str, verdict: str, *, why: bool) -> None:
 
 
 def format_verdict(prepared: PreparedRun) -> str:
-    """Return the plan in one line: layout, speed, memory, and the time of the whole run; empty if nothing is predicted.
+    """Return the plan in one line: layout, speed, memory, and the time of the whole run; empty for a script.
 
     For example ``fsdp on 32 x h100: 4.88 s per step, MFU 39%, 48.8 of 80 GiB; 200 steps in 16m16s, 8.7 GPU-hours``, or
-    ``fsdp on 4 CPU ranks: 15.8 MiB per rank; 120 steps; CPU speed is not predicted``.
+    ``fsdp on 4 CPU ranks: 15.8 MiB per rank; 120 steps, speed not predicted on a CPU``.
     """
     from clustertrain.durations import format_duration
-    from clustertrain.plan.layout import format_gib, format_number, pluralize
+    from clustertrain.plan.layout import format_number, pluralize
     from clustertrain.plan.request import PlanRequest
 
-    chosen = prepared.plan
-    step_s, memory = chosen.time.step_s, chosen.memory
+    if prepared.spec.script is not None:
+        return ""
+    chosen, gpu_type = prepared.plan, prepared.spec.job.gpu_type
+    step_s, total_steps = chosen.time.step_s, prepared.spec.recipe.train.steps
     gpu = PlanRequest(prepared.spec, chosen.device, prepared.profile).gpu
-    total_steps = prepared.spec.recipe.train.steps if prepared.spec.script is None else 0
+    if gpu is not None:
+        ranks, reason = f"{chosen.world_size} x {gpu.name}", "for this model"
+    elif chosen.device == "cpu":
+        ranks, reason = pluralize(chosen.world_size, "CPU rank"), "on a CPU"
+    elif gpu_type:
+        ranks, reason = f"{chosen.world_size} x {gpu_type}", "for an unknown GPU type"
+    else:
+        ranks, reason = pluralize(chosen.world_size, "GPU"), "without --gpu-type"
+    if not prepared.spec.recipe.model.is_decoder:
+        reason = "for this model"
     parts = [] if step_s is None else [f"{format_number(step_s)} s per step"]
     if chosen.time.mfu is not None:
         parts.append(f"MFU {chosen.time.mfu:.0%}")
-    if memory.peak_gib is not None and memory.capacity_gib is not None:
-        parts.append(f"{memory.peak_gib:.3g} of {memory.capacity_gib:g} GiB{'' if memory.fits else ', DOES NOT FIT'}")
-    elif memory.peak_gib is not None:
-        parts.append(f"{format_gib(memory.peak_gib)} per rank")
-    if not parts:
-        return ""
-    whole = ""
-    if gpu is None:
-        on_cpu = chosen.device == "cpu"
-        ranks = pluralize(chosen.world_size, "CPU rank" if on_cpu else "GPU")
-        whole = f"; {total_steps:,} steps" if total_steps else ""
-        speed = "CPU speed is not predicted" if on_cpu else "no speed without a known --gpu-type"
-        return f"{chosen.layout.describe()} on {ranks}: {', '.join(parts)}{whole}; {speed}"
-    if total_steps and step_s is not None:
+    parts += _format_peak(chosen.memory)
+    whole = f"{total_steps:,} steps, speed not predicted {reason}"
+    if step_s is not None:
         gpu_hours = total_steps * step_s * chosen.world_size / 3600
-        whole = f"; {total_steps:,} steps in {format_duration(total_steps * step_s)}, {gpu_hours:,.3g} GPU-hours"
-    return f"{chosen.layout.describe()} on {chosen.world_size} x {gpu.name}: {', '.join(parts)}{whole}"
+        whole = f"{total_steps:,} steps in {format_duration(total_steps * step_s)}, {gpu_hours:,.3g} GPU-hours"
+    elif gpu is not None and not chosen.memory.fits:
+        whole = ""
+    shown = "; ".join(filter(None, (", ".join(parts), whole)))
+    return f"{chosen.layout.describe()} on {ranks}: {shown}"
+
+
+def _format_peak(memory: MemoryEstimate) -> list[str]:
+    """Return the memory of a rank, or as much of it as is known."""
+    from clustertrain.plan.layout import format_gib
+
+    if memory.peak_gib is not None and memory.capacity_gib is not None:
+        return [f"{memory.peak_gib:.3g} of {memory.capacity_gib:g} GiB{'' if memory.fits else ', DOES NOT FIT'}"]
+    if memory.peak_gib is not None:
+        return [f"{format_gib(memory.peak_gib)} per rank"]
+    known = [gib for gib in (memory.params_gib, memory.grads_gib, memory.optimizer_gib) if gib is not None]
+    return [f"{format_gib(sum(known))} per rank without activations"] if known else []
 
 
 def _reasons(chosen: Plan, command: str) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from clustertrain.config import hardware
 from clustertrain.config.parsing import presets
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.plan import attention, checks, non_decoder, optimizer_checks, pipeline_schedules
 from clustertrain.plan.cost import user_model
 from clustertrain.plan.decision import Explanation, PlanDecision
@@ -38,10 +39,11 @@ def gpu_warnings(request: PlanRequest) -> list[str]:
     """Return a warning if the user names an unknown GPU type."""
     if request.device != "cuda" or request.gpu is not None or not request.spec.job.gpu_type:
         return []
-    known_types = ", ".join(gpu_type.name for gpu_type in hardware.CATALOG)
+    name = request.spec.job.gpu_type
+    known = did_you_mean(name, [gpu_type.name for gpu_type in hardware.CATALOG])
     return [
-        f"GPU type {request.spec.job.gpu_type!r} is unknown, so no speed is predicted; known: {known_types};"
-        " add another to the cluster profile as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
+        f"GPU type {name!r} is unknown, so no speed is predicted; {known}{'' if known.endswith('?') else '.'}"
+        " Add another one to the cluster profile as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
         " fabric_gb_s"
     ]
 

@@ -291,18 +291,29 @@ def test_plan_leads_with_the_time_of_the_whole_run(run_cli: RunCli, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("device", "verdict"),
+    ("options", "verdict"),
     [
-        ("cpu", r"ddp on 2 CPU ranks: [\d.]+ GiB per rank; 50 steps; CPU speed is not predicted"),
-        ("cuda", r"ddp on 2 GPUs: [\d.]+ GiB per rank; 50 steps; no speed without a known --gpu-type"),
+        (("--device", "cpu"), r"ddp on 2 CPU ranks: [\d.]+ GiB per rank; 50 steps, speed not predicted on a CPU"),
+        (("--device", "cuda"), r"ddp on 2 GPUs: .* per rank; 50 steps, speed not predicted without --gpu-type"),
+        (
+            ("--gpu-type", "rtx4090"),
+            r"ddp on 2 x rtx4090: .* per rank; 50 steps, speed not predicted for an unknown GPU type",
+        ),
+        (
+            ("--device", "cuda", "--set", "model.kind=convnet"),
+            r"ddp on 2 GPUs: .* per rank without activations; 50 steps, speed not predicted for this model",
+        ),
     ],
 )
-def test_plan_leads_with_what_it_knows_without_a_gpu_type(
-    run_cli: RunCli, capsys: pytest.CaptureFixture[str], device: str, verdict: str
+def test_plan_leads_with_what_it_can_predict(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], verdict: str
 ) -> None:
-    assert run_cli("plan", "--gpus", "2", "--device", device, "--set", "train.steps=50") == 0
-    first = " ".join(capsys.readouterr().out.partition("  layout  ")[0].split())
+    assert run_cli("plan", "--gpus", "2", *options, "--set", "train.steps=50") == 0
+    out = capsys.readouterr().out
+    first = " ".join(out.partition("  layout  ")[0].split())
     assert re.fullmatch(verdict, first), first
+    if "rtx4090" in options:
+        assert "did you mean rtx-4090" in " ".join(out.split())
 
 
 def test_plan_json_has_the_documented_keys(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
