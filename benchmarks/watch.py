@@ -7,7 +7,7 @@ steps    steps of fixed work of one rank on a core of its own, with and without 
          four turns: without, with, with, without. A drift of the core's speed cancels within a group.
 cycles   attach and detach, 50 times: what is left of processes, steps and files on the nodes and in the job's folder.
 
-On the testbed all hosts share the processors of this machine, so attach and steps are slower than on a cluster.
+On the testbed all hosts share the processors of this machine, so attach is slower than on a cluster.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ TIMEOUT_S = 60.0
 INTERVAL_S = 3.0  # the default of the command
 _CLI = [sys.executable, "-m", "clustertrain", "watch"]
 
-# A rank: steps of about 3 ms on one thread, each with its end and duration in a file, and a pause after each. On the
-# machine's last core if it is to have a core of its own.
+# A rank: steps of about 3 ms on one thread, each with its end and duration in a file, with or without a pause after
+# each. It can have the machine's last core for itself.
 _RANK = """
 import os, sys, time
 import numpy as np
@@ -175,13 +175,14 @@ def _measure_attach(job: _Job) -> dict[str, Any]:
     return {"rounds": ATTACH_ROUNDS, "gpus": HOSTS * GPUS, "first_report_s": measure.spread(seconds)}
 
 
-def _list_samplers() -> list[int]:
-    """Return the pids of the processes on the nodes, which on the testbed are all on this machine."""
+def _list_samplers(job: _Job) -> list[int]:
+    """Return the pids of the job's samplers on the nodes, which on the testbed are all on this machine."""
+    home = job.env["CLUSTERTRAIN_HOME"].encode()
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             argv = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
-            if b"watch-node" in argv and b"--overlap" not in argv:
+            if b"watch-node" in argv and b"--overlap" not in argv and any(home in word for word in argv):
                 found.append(int(folder.name))
     return found
 
@@ -200,7 +201,7 @@ def _rss_mb(pid: int) -> float:
 def _measure_cpu(job: _Job) -> dict[str, Any]:
     with _watching(job):
         time.sleep(SETTLE_S)
-        pids = _list_samplers()
+        pids = _list_samplers(job)
         before, wall = {pid: _cpu_s(pid) for pid in pids}, time.monotonic()
         time.sleep(CPU_S)
         seconds = time.monotonic() - wall
@@ -229,7 +230,7 @@ def _measure_steps(job: _Job) -> dict[str, Any]:
     for _ in range(GROUPS):
         before = _measure_turn(job, TURN_S)
         with _watching(job):
-            _move_to_core_of_rank(_list_samplers())
+            _move_to_core_of_rank(_list_samplers(job))
             watched = _measure_turn(job, 2 * TURN_S)
         after = _measure_turn(job, TURN_S)
         alone += [before, after]
@@ -269,7 +270,7 @@ def _measure_cycles(job: _Job) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     with contextlib.suppress(CannotRun):
         _wait(lambda: job.list_steps() == steps, "the end of the steps")
-    left = [*map(str, _list_samplers()), *sorted(job.list_steps() - steps), *map(str, temporary.iterdir())]
+    left = [*map(str, _list_samplers(job)), *sorted(job.list_steps() - steps), *map(str, temporary.iterdir())]
     left += sorted(_list_files(job.folder) - files)
     runs = list((Path(job.env["CLUSTERTRAIN_HOME"]) / "runs").iterdir())
     return {"cycles": CYCLES, "mean_s": round(seconds / CYCLES, 2), "left": left, "run_folders": len(runs)}

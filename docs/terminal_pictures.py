@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from rich.text import Text
@@ -35,7 +35,7 @@ from benchmarks.cluster import cluster
 from benchmarks.measure import CannotRun
 from benchmarks.telemetry import build_stub
 from docs.picture import ROOT, Screen, clean_environment, record_output
-from docs.terminal_scenes import MADE_UP, SLURM, SLURM_VARIABLES, list_sheets, prepare_folder, prepare_runs
+from docs.terminal_scenes import MADE_UP, NEEDS, SLURM, SLURM_VARIABLES, list_sheets, prepare_folder, prepare_runs
 
 WIDTHS, ROWS = (80, 160), 40
 FULL_SCREEN = "\x1b[?1049h"  # what a program writes that takes the whole terminal
@@ -148,7 +148,12 @@ def _slurm(scratch: Path) -> Iterator[dict[str, str]]:
 def main(target: Path, names: Sequence[str]) -> None:
     """Write one PNG per sheet, width and background."""
     target.mkdir(parents=True, exist_ok=True)
-    sheets = {name: lines for name, lines in list_sheets().items() if name in names or not names}
+    all_sheets = list_sheets()
+    if unknown := set(names) - all_sheets.keys():
+        sys.exit(f"there is no sheet {', '.join(sorted(unknown))}; known: {', '.join(all_sheets)}")
+    # What a sheet needs comes before it.
+    needed = {need for name in names for need in (name, *NEEDS.get(name, ()))}
+    sheets = {name: lines for name, lines in all_sheets.items() if name in needed or not names}
     with contextlib.ExitStack() as stack:
         browser = stack.enter_context(sync_playwright()).chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox"]
@@ -174,22 +179,43 @@ def _draw_sheets(
     prepare_runs(home)
     prepare_folder(folder)
     view = browser.new_page(viewport={"width": 2100 if columns < 100 else 2700, "height": 400})
+    try:
+        _draw_each(view, target, sheets, columns, scratch, slurm)
+    finally:  # if it was interrupted before the line that cancels a run
+        env = _environ(scratch / "real", slurm)
+        for run in sorted((scratch / "real" / "runs").glob("*")):
+            argv = [sys.executable, "-m", "clustertrain", "cancel", run.name]
+            subprocess.run(argv, env=env, capture_output=True, check=False)
+    view.close()
+
+
+def _environ(home: Path, slurm: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a user with runs in ``home``, and with Slurm if ``slurm`` has its variables."""
+    env = {**clean_environment(str(home)), "PYTHONPATH": str(ROOT), "SHELL": "/bin/sh", "PS1": "$ "}
+    return env | {"XDG_CONFIG_HOME": str(home.parent / "config")} | {k: slurm[k] for k in SLURM_VARIABLES if k in slurm}
+
+
+def _draw_each(
+    view: Page,
+    target: Path,
+    sheets: Mapping[str, Sequence[str]],
+    columns: int,
+    scratch: Path,
+    slurm: dict[str, str],
+) -> None:
+    home, folder = scratch / "home", scratch / "work"
     for name, lines in sheets.items():
         if name == SLURM and not slurm:
             continue
         # The sheets about made-up runs have no other runs, and those about real ones no made-up ones.
-        env = clean_environment(str(home if name in MADE_UP else scratch / "real"))
-        env |= {"PYTHONPATH": str(ROOT), "SHELL": "/bin/sh", "PS1": "$ ", "XDG_CONFIG_HOME": str(scratch / "config")}
-        if name == SLURM:
-            env |= {k: v for k, v in slurm.items() if k in SLURM_VARIABLES}
-        outputs = {}
+        env = _environ(home if name in MADE_UP else scratch / "real", slurm if name == SLURM else {})
+        outputs: dict[tuple[int, str], str] = {}
         for line in lines:
             print(f"{columns} {name}: {line}", file=sys.stderr)
             outputs[len(outputs), line] = record_line(line, columns, env, folder)
         for scheme, theme in THEMES.items():
             view.set_content(_render_sheet(outputs, columns, theme))
             view.screenshot(path=target / f"{name}-{columns}-{scheme}.png", full_page=True)
-    view.close()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ LLAMA = "--set model.preset=llama3.1-8b --nodes 4 --gpus 8 --gpu-type h100"
 LIVE, FAILED, QUEUED, DONE = "llama-abc234", "net-def567", "vit-ghj234", "net-klm567"
 HELP_PER_SHEET = 10
 MADE_UP = ("plan", "runs", "gpus", "errors")  # sheets about made-up runs
+# What a sheet needs of others: their files or runs.
+NEEDS = {"checkpoints": ("demo",), "control": ("start",), "slurm": ("start",)}
 SLURM = "slurm"  # the sheet that needs Slurm, and what its commands need of the environment
 SLURM_VARIABLES = (
     "JOB",

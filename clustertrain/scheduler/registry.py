@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing.documents import format_value
 from clustertrain.errors import CommandFailed, UnsuitableEnvironment
@@ -73,9 +74,13 @@ def _list_slurm_requirements(job: JobSpec) -> list[str]:
     return [*requirements, f"job.nodes = {job.nodes}"] if job.nodes > 1 else requirements
 
 
-def list_settings_without_effect(job: JobSpec) -> list[str]:
-    """Return the settings in ``job`` that the local backend ignores, as text. It has time limits too."""
-    return _format_settings(job, [name for name in _SLURM_ONLY_KEYS if name != "time"])
+def list_settings_without_effect(job: JobSpec, profile: ClusterProfile) -> list[str]:
+    """Return the settings in ``job`` that the local backend ignores, as text, without the values of the profile.
+
+    The local backend has time limits too.
+    """
+    names = [name for name in _SLURM_ONLY_KEYS if name != "time"]
+    return _format_settings(job, [name for name in names if getattr(job, name) != getattr(profile, name, None)])
 
 
 def _format_settings(job: JobSpec, names: Iterable[str]) -> list[str]:

@@ -99,7 +99,7 @@ def note_local_backend(prepared: PreparedRun) -> list[str]:
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     core_note = f" with {pluralize(cores, 'core')}" if plan.world_size > cores else ""
     note = f"local backend: {device}, {nodes}{pluralize(plan.world_size, 'rank')} on this machine{core_note}"
-    ignored = list_settings_without_effect(prepared.spec.job)
+    ignored = list_settings_without_effect(prepared.spec.job, prepared.profile)
     return [f"{note}; for Slurm only, without effect here: {', '.join(ignored)}" if ignored else note]
 
 

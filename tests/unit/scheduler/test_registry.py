@@ -93,6 +93,12 @@ def test_without_slurm_options_the_local_backend_is_used(run_cli: RunCli) -> Non
 
 
 @pytest.mark.usefixtures("laptop")
+def test_values_of_the_profile_are_not_reported_as_without_effect(run_cli: RunCli) -> None:
+    code, _, err = run_cli("submit", "--dry-run", "--backend", "local", "--device", "cpu", "--cluster", "queue")
+    assert code == 0 and "local backend: CPU" in err and "without effect" not in err
+
+
+@pytest.mark.usefixtures("laptop")
 def test_local_backend_accepts_slurm_options(run_cli: RunCli) -> None:
     cores = len(os.sched_getaffinity(0))
     code, _, err = run_cli(
