@@ -31,14 +31,14 @@ class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     gemm_tflops: float | None = None
-    """TFLOP/s of dense matrix products on one device: the median of a few large ones."""
+    """TFLOP/s of dense matrix products on one device: the median of a few large ones. Unset: not measured."""
     gemm_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     """Data type of these products. Empty: not measured."""
     node_bus_gb_s: float | None = None
-    """Bus bandwidth in GB/s of an all-reduce over all devices of one node."""
+    """Bus bandwidth in GB/s of an all-reduce over all devices of one node. Unset: not measured."""
     fabric_bus_gb_s: float | None = None
     """Bus bandwidth in GB/s across nodes: each device with its peers of the same local rank, all groups at once, the
-    slowest group."""
+    slowest group. Unset: not measured."""
     device: str = ""
     """The driver's name of the GPU, or ``"cpu"``."""
     ranks: int = 0
@@ -109,13 +109,14 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     container_options: tuple[str, ...] = ()
     """Further options for the runtime, such as ``"--device=/dev/fuse"`` for podman."""
     measured: MeasuredRates | None = None
-    """Measured rates, written by ``cluster detect --measure``."""
+    """Measured rates, written by ``cluster detect --measure``. Unset: not measured."""
     calibration: float = 1.0
     """Ratio of measured to predicted step time of one of your runs, as ``status`` shows it. Scales every prediction."""
     gpu: GpuType | None = None
-    """GPU type missing from the catalog; ``--gpu-type`` selects it by its name."""
+    """GPU type missing from the catalog; ``--gpu-type`` selects it by its name. Unset: none."""
     node: NodeFacts | None = None
-    """Hardware of the nodes, written by ``cluster detect``. NCCL settings assume that all nodes are alike."""
+    """Hardware of the nodes, written by ``cluster detect``. NCCL settings assume that all nodes are
+    alike. Unset: unknown."""
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:

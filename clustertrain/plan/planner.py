@@ -38,12 +38,12 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted time of a step. A value is null if it cannot be predicted: on CPUs, for a GPU whose rates are unknown,
-    or for a model that is not the built-in decoder."""
+    """Predicted time of a step. Unless a key says something else, it is null if the time cannot be predicted: on CPUs,
+    for a GPU whose rates are unknown, or for a model that is not the built-in decoder."""
 
     flops_per_step: float | None = None
     """Floating-point operations of the model in one step of all ranks, forward and backward, counted from the shapes
-    without recomputation."""
+    without recomputation; also on CPUs. Null for a model that is not the built-in decoder."""
     step_s: float | None = None
     """Time per optimizer step, seconds."""
     tokens_per_s_per_gpu: float | None = None
@@ -51,7 +51,8 @@ class TimeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     tflops_per_gpu: float | None = None
     """Model TFLOP/s per GPU: `flops_per_step` over time and ranks."""
     mfu: float | None = None
-    """Model FLOPs utilization: `tflops_per_gpu` over the data sheet's dense 16-bit rate, 0 to 1."""
+    """Model FLOPs utilization: `tflops_per_gpu` over the data sheet's dense 16-bit rate, 0 to 1; null also if that rate
+    is unknown."""
     bubble_fraction: float | None = None
     """Fraction of a step in which a rank of the pipeline is idle, 0 to 1; null without a pipeline."""
     comm_s: dict[str, float] | None = None

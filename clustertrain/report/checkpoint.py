@@ -75,8 +75,8 @@ def damage_messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def format_record_error(reason: str) -> str:
-    """Return the line below a list without the record of rollbacks; ``reason`` says why it cannot be read."""
-    return f"{reason}. Checkpoints that a rollback invalidated may be shown. To fix it, {UNREADABLE_FIX}."
+    """Return the lines below checkpoints without the record of rollbacks; ``reason`` says why it cannot be read."""
+    return f"{reason}; these checkpoints may include ones that a rollback invalidated\n  fix: {UNREADABLE_FIX}"
 
 
 def format_layout(layout: Mapping[str, Any] | None) -> str:

@@ -19,7 +19,7 @@ class Pair(msgspec.Struct, frozen=True):
     predicted: float | None = None
     """What the plan predicts; null on CPUs, for scripts, and where the plan knows too little."""
     measured: float | None = None
-    """What was measured over the attempts of the comparison; null if nothing was measured yet."""
+    """What was measured over the attempts of the comparison; null if nothing was measured, and for memory on CPUs."""
 
     @property
     def ratio(self) -> float | None:
@@ -35,9 +35,10 @@ class PlanAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_gpu: Pair = Pair()
     """Tokens per second and GPU."""
     peak_gib: Pair = Pair()
-    """Memory of the fullest GPU, measured by NVML."""
+    """Memory of the fullest GPU, measured by NVML, GiB; both values are null on CPUs."""
     allocated_gib: Pair = Pair()
-    """Memory allocated by torch on the largest rank, without CUDA context, NCCL and the allocator's reserve."""
+    """Memory allocated by torch on the largest rank, without CUDA context, NCCL and the allocator's reserve,
+    GiB; both values are null on CPUs."""
     steps: int = 0
     """Measured steps."""
     attempts: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from clustertrain import schema
 from clustertrain.documentation import page_url
 
 PositionRanges = dict[str, list[list[int]]]
+"""Ranges of positions in the stream of each loader, by its name in the state: [first, end), in samples."""
 UNREADABLE_FIX = (
     "restore the file from a copy, or delete it as "
     f"{page_url('guides/stability')}#if-the-record-of-rollbacks-is-damaged describes"
@@ -24,9 +25,11 @@ class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_step: int
     """The run returned to a checkpoint of at most this step."""
     reason: str
+    """Why the run rolled back, as its event says."""
     count: int
     """Rollbacks without progress between them, including this one."""
     excluded: PositionRanges = {}
+    """The samples that later attempts skip; a range ends before its second number."""
     invalidated: tuple[tuple[int, str], ...] = ()
     """(step, commit marker) of the checkpoints that no longer count."""
 

@@ -186,7 +186,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Node on which it ran."""
     uuid: str | None
     """UUID of its GPU; null on the CPU or if unknown."""
-    step: int | None
+    step: int
     """Optimizer steps completed at its newest heartbeat."""
     data_wait_s: float | None
     """Mean time for which a step waited for its data, seconds; null if no step was recorded."""
@@ -396,7 +396,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingSummary | None = None
     """Progress and speed; null before the first recorded step."""
     goodput: Goodput | None = None
-    """Where the time of the selection went."""
+    """Where the time of the selection went; never null in a document."""
     waste: Waste | None = None
     """GPU-hours without progress; null without GPUs."""
     read_errors: list[str] = []

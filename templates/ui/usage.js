@@ -10,21 +10,29 @@ async function load() {
   isStale = true;
   if (isLoading) return;
   isLoading = true;
-  while (isStale) {
-    isStale = false;
-    try {
-      const answer = await fetch(location.href);
-      if (answer.ok) show(await answer.text());
-    } catch {
-      // The connection is lost, which live.js says. The next change loads the page.
+  try {
+    while (isStale) {
+      isStale = false;
+      const html = await fetchPage();
+      if (html !== null) show(html);
     }
+  } finally {
+    isLoading = false;
   }
-  isLoading = false;
+}
+
+async function fetchPage() {
+  try {
+    const answer = await fetch(location.href);
+    return answer.ok ? await answer.text() : null;
+  } catch {
+    return null; // The connection is lost, which live.js says. The next change loads the page.
+  }
 }
 
 function show(html) {
   const next = new DOMParser().parseFromString(html, "text/html").getElementById("content");
-  if (next.isEqualNode(content)) return; // what one has selected stays selected
+  if (next.isEqualNode(content)) return; // the reader's selection stays
   const links = () => [...content.querySelectorAll("a")];
   const focused = links().find((link) => link === document.activeElement)?.href;
   content.replaceChildren(...next.childNodes);

@@ -208,6 +208,35 @@ def test_usage_changes_while_one_looks(open_page: Open, runs: dict[str, RunDir])
     sync_api.expect(page.locator(".head .about")).to_have_text(before, timeout=10_000)
 
 
+def test_usage_loads_again_after_a_lost_connection_and_after_a_page_without_content(
+    browser: Any, server: Server, runs: dict[str, RunDir]
+) -> None:
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.goto(server.url)
+    address = f"{server.address}/usage"
+    page.goto(address)
+    sync_api.expect(page.locator("#live")).to_have_text("Live")
+    about = page.locator(".head .about")
+    before = about.text_content()
+    home, made = runs["bad"].path.parents[1], Made("extra", steps=60, total=60, telemetry=False)
+    page.route(address, lambda route: route.abort())
+    with page.expect_event("requestfailed", timeout=10_000):
+        extra = ui_home.make_run(home, NOW, made, 9)
+    assert (errors, about.text_content()) == ([], before), "the page says already that the connection is lost"
+    page.unroute(address)
+    page.route(address, lambda route: route.fulfill(body="<p>another page", content_type="text/html"))
+    with page.expect_event("pageerror", timeout=10_000):
+        more = ui_home.make_run(home, NOW, made, 10)
+    page.unroute(address)
+    shutil.rmtree(more.path)
+    sync_api.expect(about).not_to_have_text(before, timeout=10_000)
+    shutil.rmtree(extra.path)
+    sync_api.expect(about).to_have_text(before, timeout=10_000)
+    page.close()
+
+
 def test_a_lost_connection_is_said(browser: Any, runs: dict[str, RunDir], tmp_path: Path) -> None:
     other = Server(runs["alive"].path.parents[1], tmp_path)
     page = browser.new_page()

@@ -18,7 +18,7 @@ class SubmittedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     """Id of the run."""
-    job_id: str | None
+    job_id: str
     """Its job: Slurm's id, or one that starts with `local-`."""
     backend: str
     """`slurm` or `local`."""
@@ -42,7 +42,7 @@ class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     """Id of the run."""
-    job_id: str | None
+    job_id: str
     """Its job: a task of the job array, or an id that starts with `local-`."""
     state: str
     """`pending`."""
