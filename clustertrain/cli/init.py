@@ -165,7 +165,6 @@ def _check_model(text: str) -> str:
     if not name or name in PRESETS:
         return name
     from clustertrain.checkpoint.offline import start_weights
-    from clustertrain.config.parsing.documents import did_you_mean
 
     try:
         start_weights.resolve_weights(name, Path.cwd())
@@ -173,7 +172,7 @@ def _check_model(text: str) -> str:
         if "/" in name:
             raise UsageError(f"model: {e.message}", fix=e.fix) from e
         raise UsageError(
-            f"model: no preset {name!r}; {e.message}", fix=f"{did_you_mean(name.lower(), [*PRESETS])} Or {e.fix}"
+            f"model: no preset {name!r}; {e.message}", fix=f"{_suggest(name, [*PRESETS])} Otherwise {e.fix}"
         ) from e
     except OSError as e:
         raise UsageError(f"model: {name}: {e.strerror}", fix="check the path") from e
@@ -188,7 +187,6 @@ def _check_data(text: str) -> str:
     """
     from clustertrain import settings
     from clustertrain.config.data import BUILT_IN_DATASETS
-    from clustertrain.config.parsing.documents import did_you_mean
 
     name = text.strip()
     built_in = sorted({data_set for names in BUILT_IN_DATASETS.values() for data_set in names})
@@ -201,11 +199,17 @@ def _check_data(text: str) -> str:
             return name
     except OSError as e:
         raise UsageError(f"data: {name}: {e.strerror}", fix="check the path") from e
-    near = f"{did_you_mean(name.lower(), built_in)} Or " if "/" not in name else ""
-    raise UsageError(
-        f"data: {name}: no such file or folder",
-        fix=f"{near}check the path; if only the nodes have it, write it into data.path of the recipe",
-    )
+    fix = "check the path; if only the nodes have it, write it into data.path of the recipe"
+    if "/" not in name:
+        fix = f"{_suggest(name, built_in)} Otherwise {fix}"
+    raise UsageError(f"data: {name}: no such file or folder", fix=fix)
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    from clustertrain.config.parsing.documents import did_you_mean
+
+    suggestion = did_you_mean(name.lower(), known)
+    return suggestion if suggestion.endswith("?") else f"{suggestion}."
 
 
 def _echo_next(commands: dict[str, str]) -> None:
@@ -270,20 +274,13 @@ def _check_output(output: Path, *, force: bool) -> None:
     except (FileNotFoundError, NotADirectoryError):
         mode = None
     except OSError as e:  # a loop of links, a name that is too long, a folder that may not be searched
-        raise _unwritable(e, output) from e
+        raise ConfigError(f"{output} cannot be written: {e.strerror}", fix="name another file with --output") from e
     if mode is not None and not force:
         raise UsageError(f"{output} exists already", fix="name another file with --output, or replace it with --force")
     if mode is not None and not stat.S_ISREG(mode):
         raise UsageError(f"{output} is not a regular file and will not be replaced", fix="name a file with --output")
     if not output.parent.is_dir():
         raise UsageError(f"{output}: the folder {output.parent} does not exist", fix="create it first")
-
-
-def _unwritable(error: OSError, path: str | Path) -> ConfigError:
-    return ConfigError(
-        f"{path} cannot be written: {error.strerror}",
-        fix="name a file in a writable folder, with space on its disk, with --output",
-    )
 
 
 def _write(texts: dict[Path, str]) -> None:
@@ -302,7 +299,10 @@ def _write(texts: dict[Path, str]) -> None:
                 file.write(text.encode())
                 file.flush()
     except OSError as e:
-        raise _unwritable(e, e.filename) from e
+        raise ConfigError(
+            f"{e.filename} cannot be written: {e.strerror}",
+            fix="name a file in a writable folder, with space on its disk, with --output",
+        ) from e
 
 
 def _check_recipe(text: str, output: Path) -> None:

@@ -159,7 +159,8 @@ def test_wrong_answers_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = "nonsense\nTiny\n  125m \nno-such\n stdlib \nabc\n7\n"
     result = CliRunner().invoke(init, ["recipe"], input=answers, standalone_mode=False)
     assert result.exit_code == 0, result
-    assert "no preset 'nonsense'" in result.output and "  fix: did you mean tiny?" in result.output
+    assert "no preset 'nonsense'" in result.output and "  fix: did you mean tiny? Otherwise check" in result.output
+    assert "llama3.2-1b, tiny. Otherwise check" in result.output
     assert "no-such: no such file or folder" in result.output and "'abc' is not a whole number" in result.output
     recipe = read()
     assert (recipe.model.preset, recipe.data.path, recipe.train.steps) == ("125m", "stdlib", 7)

@@ -146,10 +146,12 @@ def test_list_without_a_readable_record_of_rollbacks(run: Path, command: Command
     document = command("list", "net", "--json").json
     assert [row["step"] for row in document["checkpoints"]] == [3, 6] and str(record) in document["record_error"]
     assert [row["step"] for row in command("list", "net@6", "--json").json["checkpoints"]] == [6]
-    for words in (["prune", "net", "--keep", "1"], ["export", "net", "-o", tmp_path / "model"]):
+    refused = ["prune", "net", "--keep", "1"], ["export", "net", "-o", tmp_path / "model"], ["digest", "net"]
+    for words in (*refused, ["diff", "net@3", "net@6"]):
         said = command(*words)
         assert said.code == 1 and f"{record}: cannot be read" in said.err and said.out == "", words
     assert folder_of(run, 3).exists() and not (tmp_path / "model").exists()
+    assert command("digest", folder_of(run, 3)).code == 0, "a path is not checked against the record"
     record.unlink()
     assert command("list", "net", "--json").json["record_error"] is None
 
