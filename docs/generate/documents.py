@@ -27,7 +27,7 @@ clustertrain schema status       # the JSON Schema of one
 
 Each document has a [JSON Schema](https://json-schema.org) (draft 2020-12), which is generated from the types in the
 code: `clustertrain schema NAME` prints it, and the last column links to it. Each key of a document has a type and a
-description: what it is, over what, and when it is null.
+description: what it is and over what. What null means is below, or in the description where it means more.
 
 """
 _FOOTER = """
