@@ -334,7 +334,7 @@ def build_record(
         # run continues, and a program that was done ends at once in the next attempt.
         reason = f"the command ended with {how} after the stop request" if stop_requested else None
         if stop_requested and ended_by:
-            reason = f"{reason}, which it does not handle, so it saved nothing then"
+            reason = f"{reason}; it does not handle the signal, so it saved nothing"
         return RankResult(
             rank=rank, ending="completed", finished=False, exit_code=code, reason=reason,
             ended_by_signal=stop_requested and bool(ended_by),

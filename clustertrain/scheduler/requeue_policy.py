@@ -144,7 +144,7 @@ def _classify_external_end(e: Evidence) -> AttemptOutcome | None:
 
 def _classify_stop(e: Evidence) -> AttemptOutcome:
     if e.requeue_requested:
-        return AttemptOutcome(endings.PREEMPTED, "stopped for a requeue by its owner")
+        return AttemptOutcome(endings.PREEMPTED, "its owner requeued it")
     if e.view is not None and e.view.preempt_time is not None:
         return AttemptOutcome(endings.PREEMPTED, "the scheduler preempted the job")
     requested_at = e.stop_requested_at or e.now

@@ -107,9 +107,8 @@ class RunStatus:
         if last_attempt is None or last_attempt.requeued is not None:
             n = 1 if last_attempt is None else last_attempt.n + 1
             return f"job {self.job_id} ended before attempt {n} began{suffix}"
-        return (
-            f"attempt {last_attempt.n} ended without a decision on the run, as when its batch process is killed{suffix}"
-        )
+        reason = "before its batch process decided on a requeue: it may have been killed"
+        return f"attempt {last_attempt.n} ended {reason}{suffix}"
 
     @property
     def end_reason(self) -> str:

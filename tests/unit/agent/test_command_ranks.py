@@ -257,7 +257,7 @@ def test_stop_signal_ends_a_program_without_a_handler(
     run(ranks)
     record = read_rank_records(tmp_path, [0])[0]
     assert (record.exit_code, record.ended_by_signal) == (code, True)
-    assert record.reason is not None and "which it does not handle" in record.reason
+    assert record.reason is not None and "it does not handle the signal" in record.reason
 
 
 def test_shell_may_trap_the_stop_signal(start: Start, tmp_path: Path) -> None:

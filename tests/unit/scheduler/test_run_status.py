@@ -157,7 +157,7 @@ def test_undecided_run_names_the_command_that_continues_it(run: RunDir, schedule
     scheduler.past_starts = [JobStart("7", "FAILED", start=2.0, signal=9)]
     status_of_run = run_status_module.run_status(run)
     assert status_of_run.state == state.FAILED
-    assert "attempt 1 ended without a decision" in str(status_of_run.undecided_reason)
+    assert "attempt 1 ended before its batch process decided" in str(status_of_run.undecided_reason)
     assert status_of_run.continue_command == f"clustertrain requeue {run.id}"
     # The home folder was read-only when the job started again, so slurmstepd could not open job.log.
     write_attempt(run, PREEMPTED, REQUEUED)
