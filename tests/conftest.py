@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -20,6 +21,10 @@ from tests.paths import DEVICE_VARIABLE
 # For torch in this process and in those that tests start, so it is set before any import of torch. The matrices are too
 # small to share, and with more threads than cores, waiting threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# No test asserts wall time, and these run beside others.
+hypothesis.settings.register_profile("clustertrain", deadline=None)
+hypothesis.settings.load_profile("clustertrain")
 
 # Files whose tests share an expensive fixture: one worker runs the whole file.
 WHOLE_FILES = frozenset(

@@ -1,15 +1,17 @@
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertrain.report.documents import encode
+from clustertrain.submit.preflight import filesystem
 from tests.documents import check_document
 from tests.fakes.nvml.fixture import nvml_library, nvml_stub
 from tests.fakes.slurm.fixture import fake_slurm
 
-__all__ = ["documents_match_their_schemas", "fake_slurm", "nvml_library", "nvml_stub"]
+__all__ = ["documents_match_their_schemas", "everything_is_on_a_disk", "fake_slurm", "nvml_library", "nvml_stub"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +27,17 @@ def documents_match_their_schemas(monkeypatch: pytest.MonkeyPatch) -> Iterator[l
 
     monkeypatch.setattr(encode, "to_document", to_document)
     yield names
+
+
+@pytest.fixture(scope="session")
+def mountinfo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What /proc/self/mountinfo says on a machine with one disk."""
+    path = tmp_path_factory.mktemp("mounts") / "mountinfo"
+    path.write_text("36 35 98:0 / / rw,noatime - ext4 /dev/root rw\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def everything_is_on_a_disk(mountinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary folder may be on a tmpfs or in a container, where a run for Slurm is refused."""
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", mountinfo)
