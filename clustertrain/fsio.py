@@ -22,9 +22,15 @@ _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 def fsync_folder(folder: Path) -> None:
     """Make created, renamed and removed entries of ``folder`` durable."""
+    with _open_folder(folder) as fd:
+        os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _open_folder(folder: Path) -> Iterator[int]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
@@ -39,25 +45,28 @@ def atomic_write(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iter
         OSError: the file cannot be written; ``filename`` is ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except OSError as e:
-        e.filename = str(path)
-        raise
-    try:
-        with os.fdopen(fd, "wb") as f:
-            yield f
-            f.flush()
-            if durable:
-                os.fsync(f.fileno())
-        temporary.replace(path)
-    except BaseException as e:
-        temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError) and e.filename is None:  # write(2) on a full disk does not report the name
+    with contextlib.ExitStack() as stack:
+        try:
+            # A reader may rename the folder as soon as it sees the file, so the folder is not looked up again then.
+            folder = stack.enter_context(_open_folder(path.parent)) if durable else None
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        except OSError as e:
             e.filename = str(path)
-        raise
-    if durable:
-        fsync_folder(path.parent)
+            raise
+        try:
+            with os.fdopen(fd, "wb") as f:
+                yield f
+                f.flush()
+                if durable:
+                    os.fsync(f.fileno())
+            temporary.replace(path)
+        except BaseException as e:
+            temporary.unlink(missing_ok=True)
+            if isinstance(e, OSError) and e.filename is None:  # write(2) on a full disk does not report the name
+                e.filename = str(path)
+            raise
+        if folder is not None:
+            os.fsync(folder)
 
 
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o640) -> None:

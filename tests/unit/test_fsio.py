@@ -29,6 +29,22 @@ def test_failed_write_names_its_file_and_keeps_the_old_one(tmp_path: Path) -> No
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_reader_may_rename_the_folder_as_soon_as_it_sees_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 publishes a checkpoint when it sees the last done-file, which its writer still has to make durable."""
+    folder, replace = tmp_path / "staging", Path.replace
+    folder.mkdir()
+
+    def replace_and_rename_folder(path: Path, target: Path) -> None:
+        replace(path, target)
+        folder.rename(tmp_path / "final")
+
+    monkeypatch.setattr(Path, "replace", replace_and_rename_folder)
+    fsio.write_bytes(folder / "done", b"part")
+    assert (tmp_path / "final" / "done").read_bytes() == b"part"
+
+
 def test_file_that_cannot_be_created_is_named_by_its_own_name(tmp_path: Path) -> None:
     path = tmp_path / "no such folder" / "plot.svg"
     with pytest.raises(FileNotFoundError) as e:

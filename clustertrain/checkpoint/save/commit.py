@@ -90,12 +90,12 @@ def is_part_complete(job: WriteJob) -> bool:
     The part must then not be written again: rank 0 may be reading it, or may have committed it.
     """
     folder = Path(job.folder)
-    if folder.exists():
-        if not done_file(folder, job.rank).exists():
-            return False
-        fsio.fsync_folder(folder)
+    # In this order: rank 0 writes the commit marker, removes the done-files, and renames the folder.
+    if done_file(folder, job.rank).exists() or has_commit_marker(folder):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            fsio.fsync_folder(folder)
         return True
-    return is_commit_of(step_folder(folder.parent, job.step), folder)
+    return not folder.exists() and is_commit_of(step_folder(folder.parent, job.step), folder)
 
 
 def is_commit_of(final: Path, staging: Path) -> bool:
