@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from rich.text import Text
@@ -178,44 +178,34 @@ def _draw_sheets(
     folder.mkdir(parents=True)
     prepare_runs(home)
     prepare_folder(folder)
-    view = browser.new_page(viewport={"width": 2100 if columns < 100 else 2700, "height": 400})
-    try:
-        _draw_each(view, target, sheets, columns, scratch, slurm)
-    finally:  # if it was interrupted before the line that cancels a run
-        env = _environ(scratch / "real", slurm)
-        for run in sorted((scratch / "real" / "runs").glob("*")):
-            argv = [sys.executable, "-m", "clustertrain", "cancel", run.name]
-            subprocess.run(argv, env=env, capture_output=True, check=False)
-    view.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_cancel_runs, scratch / "real", slurm)  # if the line that cancels a run is not reached
+        view = browser.new_page(viewport={"width": 2100 if columns < 100 else 2700, "height": 400})
+        stack.callback(view.close)
+        for name, lines in sheets.items():
+            if name == SLURM and not slurm:
+                continue
+            # The sheets about made-up runs have no other runs, and those about real ones no made-up ones.
+            env = _environ(home if name in MADE_UP else scratch / "real", slurm if name == SLURM else {})
+            outputs: dict[tuple[int, str], str] = {}
+            for line in lines:
+                print(f"{columns} {name}: {line}", file=sys.stderr)
+                outputs[len(outputs), line] = record_line(line, columns, env, folder)
+            for scheme, theme in THEMES.items():
+                view.set_content(_render_sheet(outputs, columns, theme))
+                view.screenshot(path=target / f"{name}-{columns}-{scheme}.png", full_page=True)
+
+
+def _cancel_runs(home: Path, slurm: Mapping[str, str]) -> None:
+    for run in sorted((home / "runs").glob("*")):
+        argv = [sys.executable, "-m", "clustertrain", "cancel", run.name]
+        subprocess.run(argv, env=_environ(home, slurm), capture_output=True, check=False)
 
 
 def _environ(home: Path, slurm: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a user with runs in ``home``, and with Slurm if ``slurm`` has its variables."""
     env = {**clean_environment(str(home)), "PYTHONPATH": str(ROOT), "SHELL": "/bin/sh", "PS1": "$ "}
     return env | {"XDG_CONFIG_HOME": str(home.parent / "config")} | {k: slurm[k] for k in SLURM_VARIABLES if k in slurm}
-
-
-def _draw_each(
-    view: Page,
-    target: Path,
-    sheets: Mapping[str, Sequence[str]],
-    columns: int,
-    scratch: Path,
-    slurm: dict[str, str],
-) -> None:
-    home, folder = scratch / "home", scratch / "work"
-    for name, lines in sheets.items():
-        if name == SLURM and not slurm:
-            continue
-        # The sheets about made-up runs have no other runs, and those about real ones no made-up ones.
-        env = _environ(home if name in MADE_UP else scratch / "real", slurm if name == SLURM else {})
-        outputs: dict[tuple[int, str], str] = {}
-        for line in lines:
-            print(f"{columns} {name}: {line}", file=sys.stderr)
-            outputs[len(outputs), line] = record_line(line, columns, env, folder)
-        for scheme, theme in THEMES.items():
-            view.set_content(_render_sheet(outputs, columns, theme))
-            view.screenshot(path=target / f"{name}-{columns}-{scheme}.png", full_page=True)
 
 
 if __name__ == "__main__":

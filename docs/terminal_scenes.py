@@ -68,7 +68,7 @@ SHEETS: Mapping[str, tuple[str, ...]] = {
         "clustertrain status nosuchrun",
         "clustertrain submit templates/demo.toml --gpus-per-nod 8",
         "clustertrain submit templates/demo.toml --set optim.lrr=1",
-        "clustertrain submit --partition gpu templates/demo.toml",
+        "clustertrain submit --dry-run --partition gpu templates/demo.toml > /dev/null",
         "clustertrain submit --backend local --gpus 512 templates/demo.toml",
         "clustertrain wrap -- python train.py",
         "clustertrain watch 123",

@@ -102,7 +102,7 @@ def _build_document(adoption: Adoption, path: Path | None) -> documents.Adoption
 
 
 def _describe_no_profile(name: str | None) -> str:
-    """Return the line for a script that needs no profile; ``name`` is that of ``--write``."""
+    """Return the line for a script that needs no profile; ``name`` is the value of ``--write``."""
     return f"No cluster profile is needed{'' if name is None else f': {name} is not stored'}."
 
 

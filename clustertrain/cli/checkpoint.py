@@ -49,7 +49,7 @@ class CheckpointLocation:
     def select(self, step: int | None, *, needs_record: bool = True) -> Folder:
         """Return the committed checkpoint of ``step``; None selects the named one, or else the newest.
 
-        ``needs_record`` is that of :func:`clustertrain.checkpoint.offline.inspect.find_checkpoint`.
+        For ``needs_record``, see :func:`clustertrain.checkpoint.offline.inspect.find_checkpoint`.
 
         Raises:
             NotFound: it does not exist.

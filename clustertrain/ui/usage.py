@@ -200,8 +200,8 @@ def _describe(known: KnownRun, share: _Share) -> WastefulRun:
 class UsageTopic:
     """Says when the page has to be loaded again; a :class:`clustertrain.ui.live.Topic`.
 
-    That is when a run appears, changes its state or is deleted, and each minute: the hours of a running run grow with
-    each look, and the page would never be still.
+    That is when a run appears, changes its state or is deleted, and each minute for the hours of running runs, which
+    grow all the time.
     """
 
     def __init__(self, table: RunsTable) -> None:

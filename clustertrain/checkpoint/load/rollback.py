@@ -57,7 +57,7 @@ def read_records(root: Path) -> list[RollbackRecord]:
 
 
 def find_record_error(root: Folder) -> str | None:
-    """Return why the record in ``root`` cannot be read; None if it can be, or if there is none."""
+    """Return why the record in ``root`` cannot be read; None if it is readable or absent."""
     try:
         if isinstance(root, Path):
             read_records(root)

@@ -100,7 +100,7 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     winner: str | None
     """The run with the best value; null if fewer than two runs have a value or the best two are equal."""
     settings: list[SettingDiff]
-    """Settings that differ; empty if those of a run cannot be read."""
+    """Settings that differ; empty if a run's settings cannot be read."""
     notes: list[str]
     """What limits the comparison, such as runs of different lengths."""
     shown: list[str]

@@ -238,7 +238,7 @@ class _AttemptFiles:
         if not self._last_steps:
             return self._gpu_rows
         rows = [
-            msgspec.structs.replace(r, step=self._last_steps.get(-1 if r.rank is None else r.rank, r.step))
+            r if r.rank is None else msgspec.structs.replace(r, step=self._last_steps.get(r.rank, r.step))
             for r in self._gpu_rows
         ]
         return _with_steps_behind(rows, {}, None)
