@@ -6,6 +6,7 @@ Sampling never harms the run: a failure becomes an event and a recorded reason, 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import traceback
@@ -33,6 +34,7 @@ from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 NAN = float("nan")
+_CLOSEST = 0.1  # least distance of two samples, in intervals
 _NO_VALUES = {pace: [None] * sum(f.pace == pace for f in fields.GPU) for pace in (fields.FAST, fields.SLOW)}
 
 
@@ -43,6 +45,20 @@ class Intervals(msgspec.Struct, frozen=True):
     slow_s: float = 10.0  # between readings of slow fields
     flush_s: float = 10.0  # between writes to the files
     first_flush_s: float | None = None  # until the first write of samples; None: flush_s
+
+
+def next_tick(tick: int, sampled: float, now: float) -> int:
+    """Return the tick of the next sample. Ticks count intervals from the start, so they do not drift.
+
+    A tick that a slow driver has missed lowers the coverage. So does one that comes at once after a late sample: two
+    samples at the same time would have one time stamp.
+
+    Args:
+        tick: tick of the last sample.
+        sampled: when it was taken, in intervals since the start.
+        now: the current time, in intervals since the start.
+    """
+    return max(tick + 1, int(now), math.ceil(sampled + _CLOSEST))
 
 
 class Sampler:
@@ -169,6 +185,7 @@ class Sampler:
         tick = 0
         while not self._stop.wait(start + tick * intervals.sample_s - clock.monotonic()):
             heartbeats = self._heartbeat_reader.read() if self._heartbeat_reader else {}
+            sampled = clock.monotonic()
             self._fast(heartbeats)
             now = clock.monotonic()
             if now >= next_slow:
@@ -181,8 +198,9 @@ class Sampler:
                 next_flush = now + intervals.flush_s
             self._observe()
             self._recover_nvml(host)
-            # Ticks count from the start, so they do not drift. Ticks missed because of a slow driver lower coverage.
-            tick = max(tick + 1, int((clock.monotonic() - start) / intervals.sample_s))
+            tick = next_tick(
+                tick, (sampled - start) / intervals.sample_s, (clock.monotonic() - start) / intervals.sample_s
+            )
         self._dispatcher.flush(self._gpu_facts)
         self._writer.end(self._elapsed())
 

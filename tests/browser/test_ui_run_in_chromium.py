@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -39,6 +40,7 @@ DRAWN = """figure => {
   return n;
 }"""
 Open = Callable[..., Any]
+Serve = Callable[[Path], str]
 
 
 def wait_until(is_met: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -59,7 +61,14 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Open]:
+def serve() -> Iterator[Serve]:
+    """Return a function that serves the runs of a home until the pages of ``open_page`` are closed."""
+    with contextlib.ExitStack() as servers:
+        yield lambda home: servers.enter_context(ui_server.serve(home))
+
+
+@pytest.fixture
+def open_page(browser: Any, serve: Serve) -> Iterator[Open]:
     """Return a function that opens a page of a server and fails the test on any error of its scripts."""
     contexts, errors = [], []
 
@@ -81,8 +90,8 @@ def open_page(browser: Any) -> Iterator[Open]:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, RunDir]]:
-    """Serve an active run of two nodes with telemetry, logs and a hostile log line; yield the server and the run."""
+def made(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, RunDir]:
+    """Serve an active run of two nodes with telemetry, logs and a hostile log line; return the server and the run."""
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     now = clock.now()
     run = live_runs.new_run(tmp_path, now)
@@ -97,46 +106,44 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
     with attempt.rank_log(0).open("a") as f:
         f.write(f"{HOSTILE}\n")
     fsio.write_json(run.record, {"argv": ["clustertrain", "submit", HOSTILE]})
-    with ui_server.serve(tmp_path) as server:
-        yield server, run
+    return serve(tmp_path), run
 
 
 @pytest.mark.ranks
-def test_run_under_way_grows_is_preempted_and_continues(open_page: Open, tmp_path: Path) -> None:
+def test_run_under_way_grows_is_preempted_and_continues(open_page: Open, serve: Serve, tmp_path: Path) -> None:
     clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     env = {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     run = runs.submit(env, *runs.LOCAL, "--gpus", "1", str(runs.write_recipe(tmp_path, steps=600)))
     try:
-        with ui_server.serve(tmp_path / "home") as server:
-            page = open_page(server, f"/runs/{run.id}#training")
-            loss = page.locator("figure[data-scalar=loss]")
-            loss.wait_for(timeout=120_000)
-            wait_until(lambda: loss.evaluate(DRAWN) > 20)
-            last = float(loss.get_attribute("data-to"))
-            wait_until(lambda: float(loss.get_attribute("data-to")) >= last + 5)
-            page.get_by_role("tab", name="Logs").click()
-            log = page.get_by_role("log")
-            sync_api.expect(log.locator(".line").last).to_contain_text("step")
-            seen = log.locator(".line").last.text_content()
-            sync_api.expect(log.locator(".line").last).not_to_have_text(seen, timeout=20_000)
+        server = serve(tmp_path / "home")
+        page = open_page(server, f"/runs/{run.id}#training")
+        loss = page.locator("figure[data-scalar=loss]")
+        loss.wait_for(timeout=120_000)
+        wait_until(lambda: loss.evaluate(DRAWN) > 20)
+        last = float(loss.get_attribute("data-to"))
+        wait_until(lambda: float(loss.get_attribute("data-to")) >= last + 5)
+        page.get_by_role("tab", name="Logs").click()
+        log = page.get_by_role("log")
+        sync_api.expect(log.locator(".line").last).to_contain_text("step")
+        seen = log.locator(".line").last.text_content()
+        sync_api.expect(log.locator(".line").last).not_to_have_text(seen, timeout=20_000)
 
-            run.call("requeue", run.id)
-            page.get_by_role("tab", name="Timeline").click()
-            events = page.get_by_role("region", name="Events")
-            sync_api.expect(events).to_contain_text("preempted", timeout=60_000)
-            sync_api.expect(events).to_contain_text("restored step", timeout=120_000)
-            page.get_by_role("tab", name="Overview").click()
-            attempts = page.get_by_role("region", name="Attempts").locator("tbody tr")
-            sync_api.expect(attempts).to_have_count(2)
-            sync_api.expect(attempts.nth(0)).to_contain_text("preempted")
-            page.get_by_role("tab", name="Logs").click()
-            # The lines of attempt 1 stay until the list of logs arrives.
-            chosen = page.get_by_label("Log", exact=True)
-            sync_api.expect(chosen, "the log follows the requeue").to_have_value("2/rank-0", timeout=20_000)
-            sync_api.expect(log).to_contain_text("step", timeout=60_000)
-            page.get_by_role("tab", name="Training").click()
-            sync_api.expect(page.locator("#panel-training .key").first).to_contain_text("start of an attempt")
-            page.close()  # before its server ends
+        run.call("requeue", run.id)
+        page.get_by_role("tab", name="Timeline").click()
+        events = page.get_by_role("region", name="Events")
+        sync_api.expect(events).to_contain_text("preempted", timeout=60_000)
+        sync_api.expect(events).to_contain_text("restored step", timeout=120_000)
+        page.get_by_role("tab", name="Overview").click()
+        attempts = page.get_by_role("region", name="Attempts").locator("tbody tr")
+        sync_api.expect(attempts).to_have_count(2)
+        sync_api.expect(attempts.nth(0)).to_contain_text("preempted")
+        page.get_by_role("tab", name="Logs").click()
+        # The lines of attempt 1 stay until the list of logs arrives.
+        chosen = page.get_by_label("Log", exact=True)
+        sync_api.expect(chosen, "the log follows the requeue").to_have_value("2/rank-0", timeout=20_000)
+        sync_api.expect(log).to_contain_text("step", timeout=60_000)
+        page.get_by_role("tab", name="Training").click()
+        sync_api.expect(page.locator("#panel-training .key").first).to_contain_text("start of an attempt")
     finally:
         run.cancel_if_active()
 

@@ -19,6 +19,7 @@ from clustertrain.report.runs.settings import load_settings
 from clustertrain.run import events
 from clustertrain.run.run_spec import load_spec
 from clustertrain.submit import transaction
+from clustertrain.submit.preflight import filesystem
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.sweep import submit_sweep
 from clustertrain.submit.transaction import SubmittedRun, dry_run, submit
@@ -298,6 +299,7 @@ def test_memory_filesystem_is_refused_on_slurm(
 ) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm here")
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", Path("/proc/self/mountinfo"))
     monkeypatch.setenv("CLUSTERTRAIN_HOME", "/dev/shm/clustertrain-test")
     with pytest.raises(ConfigError, match=r"/dev/shm/clustertrain-test is on \w+fs, which compute nodes do not see"):
         submit_run(tmp_path)

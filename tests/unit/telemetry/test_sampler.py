@@ -16,7 +16,7 @@ import pytest
 from clustertrain import clock
 from clustertrain.run import heartbeat
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.sampler import Sampler
+from clustertrain.telemetry.sampler import Sampler, next_tick
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
 from clustertrain.telemetry.store.reader import RecordedSegment, find_overlapping, open_node
@@ -87,6 +87,21 @@ def test_every_allocated_gpu_is_sampled(nvml_stub: Stub, tmp_path: Path) -> None
     assert (segment.end is not None, segment.failure) == (True, None)
     assert np.all(np.diff(fast.t) > 0)
     assert not {"host.memory_used_bytes", "host.load1", "host.job_memory_bytes"} & segment.reasons().keys()
+
+
+@pytest.mark.parametrize(
+    ("tick", "sampled", "now", "following"),
+    [
+        (3, 3.0, 3.1, 4),
+        (3, 3.0, 3.99, 4),
+        (3, 3.89, 3.9, 4),
+        (3, 3.95, 3.96, 5),  # tick 4 would have the same time stamp
+        (3, 3.0, 7.4, 7),  # a slow driver: at once
+        (3, 7.95, 7.96, 9),
+    ],
+)
+def test_two_samples_are_never_at_the_same_time(tick: int, sampled: float, now: float, following: int) -> None:
+    assert next_tick(tick, sampled, now) == following
 
 
 def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -311,7 +326,7 @@ def test_node_with_fewer_ranks_than_gpus(nvml_stub: Stub, tmp_path: Path) -> Non
 
 _ONE_RANK = """
 import json, os, pathlib, sys
-from clustertrain.telemetry.sampler import Sampler
+from clustertrain.telemetry.sampler import Sampler, next_tick
 sampler = Sampler(pathlib.Path(sys.argv[1]), "n", os.environ, first_rank=2, rank_count=1)
 sampler.start()
 sampler.stop()
