@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
-from clustertrain.telemetry.findings import SEVERITY_ORDER
+from clustertrain.telemetry.findings import CRITICAL, SEVERITY_ORDER
 from clustertrain.telemetry.insights import cost, errors, gpus, host, memory, price, recording, utilization
 from clustertrain.telemetry.insights.context import JobContext
 from clustertrain.telemetry.report_schema import Insight, Summary
@@ -25,9 +25,14 @@ _RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
 
 
 def build_insights(summary: Summary, log: Iterable[events.Event]) -> list[Insight]:
-    """Return all insights, the most severe first, then by code, node and rank."""
+    """Return all insights: the most severe first, then the most expensive, then by code, node and rank."""
     job = JobContext(summary, log)
-    insights = price.add_costs(job, [insight for rule in _RULES for insight in rule(job)])
-    return sorted(
-        insights, key=lambda n: (SEVERITY_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank)
-    )
+    return sorted(price.add_costs(job, [insight for rule in _RULES for insight in rule(job)]), key=_order)
+
+
+def _order(insight: Insight) -> tuple[int, float, str, str, int]:
+    # A critical finding without a price, such as a lost GPU, comes before those that only cost time.
+    unknown = float("inf") if insight.severity == CRITICAL else 0.0
+    hours = unknown if insight.gpu_hours is None else insight.gpu_hours
+    rank = -1 if insight.rank is None else insight.rank
+    return SEVERITY_ORDER[insight.severity], -hours, insight.code, insight.node or "", rank

@@ -7,16 +7,27 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from clustertrain.telemetry.findings import CRITICAL, WARNING
 from clustertrain.telemetry.insights.context import JobContext, gpu_key, train_clock_mhz
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, RankSummary
 
+CRITICAL_SHARE = 0.1  # of the run's GPU-hours; a slow GPU or rank that costs more is critical
+
 
 def add_costs(job: JobContext, insights: Sequence[Insight]) -> list[Insight]:
-    """Return the insights with :attr:`Insight.gpu_hours`."""
-    return [
-        msgspec.structs.replace(insight, gpu_hours=hours) if (hours := _estimate(job, insight)) else insight
-        for insight in insights
-    ]
+    """Return the insights with :attr:`Insight.gpu_hours`; a GPU or rank that costs too much becomes critical."""
+    return [_with_cost(job, insight, hours) if (hours := _estimate(job, insight)) else insight for insight in insights]
+
+
+def _with_cost(job: JobContext, insight: Insight, hours: float) -> Insight:
+    severity = CRITICAL if _is_costly(job, insight, hours) else insight.severity
+    return msgspec.structs.replace(insight, gpu_hours=hours, severity=severity)
+
+
+def _is_costly(job: JobContext, insight: Insight, hours: float) -> bool:
+    is_device = insight.uuid is not None or insight.rank is not None
+    waste = job.summary.waste
+    return insight.severity == WARNING and is_device and waste is not None and hours >= CRITICAL_SHARE * waste.gpu_hours
 
 
 def _estimate(job: JobContext, insight: Insight) -> float | None:

@@ -78,7 +78,7 @@ def test_many_similar_insights_are_counted(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])
     verdict, _, text = render_text(summarize(run), 80).partition("\n\n")
-    assert verdict.startswith("9 critical: GPU 0 of n1 was not used")
+    assert verdict.startswith("9 critical: the job did not use 8 of 8 allocated GPUs")
     assert text.count("was not used") == 3
     assert "and 5 more like these" in text
 

@@ -23,16 +23,16 @@ def bad_cells(table: GpuTable, label: str) -> dict[str, str | None]:
 def test_worst_gpus_come_first_and_the_rest_in_order() -> None:
     table = build_table(broken())
     labels = [row.cells[0].text for row in table.rows]
-    assert labels[:3] == ["n2:1", "n3:0", "n4:1"]
+    assert labels[:3] == ["n3:0", "n2:1", "n4:1"]
     assert labels[3:] == ["n1:0", "n1:1", "n2:0", "n3:1", "n4:0"]
-    assert [row.severity for row in table.rows[:4]] == ["critical", "warning", "warning", None]
-    assert [row.notes for row in table.rows[:3]] == ["unused", "throttled", "slow gpu"]
+    assert [row.severity for row in table.rows[:4]] == ["critical", "critical", "critical", None]
+    assert [row.notes for row in table.rows[:3]] == ["throttled", "unused", "slow gpu"]
 
 
 def test_bad_values_are_marked_with_a_reason() -> None:
     table = build_table(broken())
     assert bad_cells(table, "n2:1") == {"mean": "critical"}
-    assert bad_cells(table, "n3:0") == {"temperature": "warning", "clock": "warning", "throttled": "warning"}
+    assert bad_cells(table, "n3:0") == {"temperature": "critical", "clock": "critical", "throttled": "warning"}
     assert bad_cells(table, "n1:0") == {}
     assert all(cell.why for row in table.rows for cell in row.cells if cell.bad)
 

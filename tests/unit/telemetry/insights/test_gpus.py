@@ -33,9 +33,9 @@ def test_healthy_job_gets_no_warning(nodes: int, gpus: int) -> None:
 
 def test_idle_throttled_and_slow_gpu_are_named() -> None:
     assert named(broken()) == [
+        ("throttled", "n3", "GPU-n3-0-5b1c9f0e", 4),
         ("gpu_unused", "n2", "GPU-n2-1-5b1c9f0e", 3),
         ("slow_gpu", "n4", "GPU-n4-1-5b1c9f0e", 7),
-        ("throttled", "n3", "GPU-n3-0-5b1c9f0e", 4),
     ]
     texts = {n.code: n.text for n in broken().insights}
     assert texts["gpu_unused"] == "GPU 1 of n2 was not used: its utilization stayed at 0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.telemetry.report_schema import Summary
-from tests.unit.telemetry.summaries import broken, build_insights, healthy, idle, replace, with_rank
+from tests.unit.telemetry.summaries import broken, build_insights, healthy, idle, replace, with_gpu, with_rank
 
 
 def costs(summary: Summary) -> dict[str, float | None]:
@@ -46,6 +46,23 @@ def test_all_ranks_wait_for_a_late_one() -> None:
 def test_cost_is_unknown_without_gpu_hours() -> None:
     assert set(costs(replace(broken(), waste=None)).values()) == {None}
     assert costs(replace(broken(), goodput=None))["throttled"] is None
+
+
+def test_the_most_expensive_comes_first_and_is_critical_from_a_tenth_of_the_gpu_hours() -> None:
+    summary = waste(broken(), idle_gpus=2.0)
+    first, *others = (n for n in build_insights(summary) if n.gpu_hours is not None and n.severity == "critical")
+    assert (first.code, first.severity) == ("throttled", "critical") and first.gpu_hours is not None
+    assert first.gpu_hours > 10 and {n.code for n in others} >= {"gpu_unused"}
+    late = with_rank(waste(healthy(), evaluation=1.0), 3, forward_s=0.27)
+    (straggler,) = (n for n in build_insights(late) if n.code == "straggler")
+    assert straggler.severity == "warning" and straggler.gpu_hours is not None and 0 < straggler.gpu_hours < 10
+
+
+def test_a_critical_finding_without_a_price_comes_before_those_with_one() -> None:
+    summary = waste(broken(), idle_gpus=2.0)
+    lost = with_gpu(summary, "n1", 0, missing={"power_w": "GPU_IS_LOST: gone (100 of 3600 samples)"})
+    first, second, *_ = build_insights(lost)
+    assert (first.code, first.gpu_hours, second.code) == ("gpu_lost", None, "throttled")
 
 
 def test_findings_without_a_price_have_none() -> None:
