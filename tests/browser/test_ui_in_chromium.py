@@ -85,7 +85,9 @@ def browser() -> Iterator[Any]:
 Open = Callable[..., Any]
 
 
-def is_error(message: Any) -> bool:
+def is_error(message: Any, may_be_deleted: bool) -> bool:
+    if may_be_deleted and "404" in message.text:
+        return False
     return message.type == "error" and not message.location["url"].endswith(MISSING)
 
 
@@ -94,12 +96,12 @@ def open_page(browser: Any, server: Server) -> Iterator[Open]:
     """Yield a function that opens a page as a signed-in user and fails the test on any error in it."""
     contexts, errors = [], []
 
-    def open_it(path: str = "/", width: int = 1400, scheme: str = "light") -> Any:
+    def open_it(path: str = "/", width: int = 1400, scheme: str = "light", may_be_deleted: bool = False) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda e: errors.append(str(e)))
-        page.on("console", lambda m: errors.append(m.text) if is_error(m) else None)
+        page.on("console", lambda m: errors.append(m.text) if is_error(m, may_be_deleted) else None)
         page.on("request", lambda r: errors.append(r.url) if not r.url.startswith((server.address, "data:")) else None)
         page.goto(server.url)
         page.wait_for_selector("html[data-ready]")
@@ -190,6 +192,40 @@ def test_two_selected_runs_are_compared(open_page: Open, runs: dict[str, RunDir]
     page.get_by_role("link", name="hours").click()
     page.wait_for_selector("html[data-ready]")
     assert "by=hours" in page.url
+
+
+def test_comparison_follows_its_runs(open_page: Open, runs: dict[str, RunDir]) -> None:
+    growing = ui_home.make_run(
+        runs["good"].path.parents[1], NOW, Made("growing", "running", steps=60, total=200, rows=60, telemetry=False), 11
+    )
+    page = open_page(f"/compare?run={growing.id}&run={runs['good'].id}", width=600, may_be_deleted=True)
+    sync_api.expect(page.locator("#live")).to_have_text("Live")
+    figure = page.locator("figure[data-scalar=loss]")
+    row = page.locator("#content .compared tbody tr", has=page.get_by_role("link", name=growing.id, exact=True))
+    assert (row.locator("td").nth(2).text_content(), figure.get_attribute("data-to")) == ("60", "60")
+    page.get_by_label("log scale").check()
+    row.get_by_role("link").focus()
+    _append(growing, 120, loss=0.25)
+    sync_api.expect(row.locator("td").nth(2)).to_have_text("120", timeout=10_000)
+    sync_api.expect(figure).to_have_attribute("data-to", "120")
+    assert page.get_by_label("log scale").is_checked(), "the chart is the same one"
+    assert page.evaluate("document.activeElement.textContent") == growing.id, "the focus stays"
+    assert f"({growing.id}) is best, 0.25 at step 120" in page.locator(".verdict").text_content()
+    figure.locator(".plot").press("+")
+    zoomed = figure.get_attribute("data-from"), figure.get_attribute("data-to")
+    assert zoomed != ("1", "120")
+    _append(growing, 150, loss=0.2)
+    sync_api.expect(row.locator("td").nth(2)).to_have_text("150", timeout=10_000)
+    assert (figure.get_attribute("data-from"), figure.get_attribute("data-to")) == zoomed, "the zoom stays"
+    _append(growing, 160, loss=0.2, validation_loss=1.0)
+    sync_api.expect(page.get_by_role("link", name="validation_loss")).to_be_visible(timeout=10_000)
+    shutil.rmtree(growing.path)
+    sync_api.expect(page.get_by_text(f"there is no run '{growing.id}'")).to_be_visible(timeout=10_000)
+
+
+def _append(run: RunDir, step: int, **scalars: float) -> None:
+    with run.metrics_path(1).open("a") as f:
+        f.write(json.dumps({"step": step, "t": time.time(), "step_s": 1.0, **scalars}) + "\n")
 
 
 def test_usage_changes_while_one_looks(open_page: Open, runs: dict[str, RunDir]) -> None:
