@@ -239,7 +239,7 @@ def _new_run(home: Path, name: str, job_id: str, submitted: float) -> RunDir:
 
 
 def _set_job(run: RunDir, job_id: str) -> None:
-    record = fsio.read_json(run.attempt(1).record)
+    record = fsio.read_json(run.attempt(1).record) or {}
     fsio.write_json(run.attempt(1).record, {**record, "job_id": job_id})
 
 

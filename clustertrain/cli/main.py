@@ -82,6 +82,19 @@ _SECTIONS = {
     "Files and settings": ("checkpoint", "data", "recipe", "cluster"),
     "Scripts and agents": ("schema", "mcp", "skill"),
 }
+# What other tools call a command, and the commands that do it here.
+_ELSEWHERE = {
+    "attach": ("exec", "shell"), "board": ("ui",), "clean": ("rm",), "config": ("recipe", "cluster"),
+    "dashboard": ("ui",), "delete": ("rm",), "describe": ("status",), "diff": ("compare", "checkpoint diff"),
+    "doctor": ("version -v", "diagnose", "cluster detect"), "env": ("version -v",), "export": ("checkpoint export",),
+    "follow": ("logs -f",), "gpus": ("top", "telemetry"), "history": ("list",), "html": ("open",), "info": ("status",),
+    "jobs": ("list",), "kill": ("cancel",), "launch": ("submit",), "ls": ("list",), "man": ("--help",),
+    "metrics": ("telemetry", "compare"), "monitor": ("top", "ui"), "new": ("init",), "ps": ("list",),
+    "queue": ("list",), "remove": ("rm",), "report": ("telemetry", "open"), "restart": ("requeue", "rerun"),
+    "resume": ("requeue",), "run": ("submit",), "runs": ("list", "compare"), "show": ("status",), "ssh": ("shell",),
+    "start": ("submit",), "stats": ("telemetry",), "stop": ("cancel", "requeue"), "tail": ("logs -f",),
+    "tensorboard": ("ui", "track"), "train": ("submit",), "web": ("ui",),
+}  # fmt: skip
 
 
 class LazyGroup(click.Group):
@@ -102,9 +115,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click suggests names from `commands`, which is empty here.
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from clustertrain.config.parsing.documents import did_you_mean
-
-            raise click.UsageError(f"No such command {args[0]!r}: {did_you_mean(args[0], list(COMMANDS))}", ctx)
+            raise click.UsageError(f"No such command {args[0]!r}: {_suggest_command(args[0])}", ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -121,6 +132,14 @@ class LazyGroup(click.Group):
             rows = [(verb.ljust(width), COMMANDS[verb][1]) for verb in verbs if verb in COMMANDS]
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _suggest_command(name: str) -> str:
+    from clustertrain.config.parsing.documents import did_you_mean
+
+    if name in _ELSEWHERE:
+        return f"did you mean {' or '.join(_ELSEWHERE[name])}?"
+    return did_you_mean(name, list(COMMANDS))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -60,7 +60,7 @@ def plan(
 
     \b
     clustertrain plan recipe.toml --nodes 4 --gpus 8 --gpu-type h100
-    clustertrain plan recipe.toml --gpu-type h100 --gpus-range 8-64
+    clustertrain plan recipe.toml --gpus 8 --gpu-type h100 --gpus-range 8-64
     """
     as_json = options["as_json"]
     if table is not None and (gpus_range is not None or find_micro_batch):
@@ -133,7 +133,8 @@ def format_verdict(prepared: PreparedRun) -> str:
         return ""
     chosen, gpu_type = prepared.plan, prepared.spec.job.gpu_type
     step_s, total_steps = chosen.time.step_s, prepared.spec.recipe.train.steps
-    gpu = PlanRequest(prepared.spec, chosen.device, prepared.profile).gpu
+    request = PlanRequest(prepared.spec, chosen.device, prepared.profile)
+    gpu = request.gpu
     if gpu is not None:
         ranks, reason = f"{chosen.world_size} x {gpu.name}", "for this model"
     elif chosen.device == "cpu":
@@ -148,6 +149,8 @@ def format_verdict(prepared: PreparedRun) -> str:
     if chosen.time.mfu is not None:
         parts.append(f"MFU {chosen.time.mfu:.0%}")
     parts += _format_peak(chosen.memory)
+    if request.may_not_fit(chosen.memory.peak_gib):
+        parts.append("may not fit")
     whole = f"{total_steps:,} steps, speed not predicted {reason}"
     if step_s is not None:
         gpu_hours = total_steps * step_s * chosen.world_size / 3600
@@ -282,7 +285,7 @@ def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
 
         print_json("plan-gpus-range", PlansBySize(global_batch=batch, sizes=tuple(entries)))
     else:
-        print_table(entries, batch)
+        print_table(entries, batch, gpus_per_node)
     return 0
 
 

@@ -292,6 +292,11 @@ class PlanRequest:
         )
         return batch, estimate_peak(batch.micro_batch)
 
+    def may_not_fit(self, peak_gib: float | None) -> bool:
+        """Return whether a rank needs more than the limit on a GPU whose memory is only assumed."""
+        is_assumed = self.device == "cuda" and self.gpu is None
+        return is_assumed and peak_gib is not None and peak_gib > self.limit_gib
+
     def format_limit(self) -> str:
         """Return the memory limit of a rank and its origin as text."""
         prefix = f"{self.limit_gib:.1f} GiB ({SAFE_FRACTION:.0%} of"
@@ -299,5 +304,8 @@ class PlanRequest:
             return f"{prefix} the {self.capacity_gib:g} GiB of {self.gpu.name})"
         if self.device == "cpu":
             return f"{prefix} {self.assumed_gib:g} GiB, assumed for a CPU rank)"
-        gpu_label = f"GPU type {self.spec.job.gpu_type!r}" if self.spec.job.gpu_type else "the GPU type"
-        return f"{prefix} {self.assumed_gib:g} GiB, assumed because {gpu_label} is unknown; set --gpu-type)"
+        if self.spec.job.gpu_type:
+            reason = f"GPU type {self.spec.job.gpu_type!r} is unknown"
+        else:
+            reason = "the GPU type is unknown; set --gpu-type"
+        return f"{prefix} {self.assumed_gib:g} GiB, assumed because {reason})"

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from clustertrain.plan.layout import pluralize
 from clustertrain.report.documents.plans import PlanOfSize
 from clustertrain.report.terminal import emit, make_console
 
 
-def print_table(rows: Sequence[PlanOfSize], global_batch: int) -> None:
+def print_table(rows: Sequence[PlanOfSize], global_batch: int, gpus_per_node: int) -> None:
     """Print one line per number of GPUs."""
     table = Table.grid(padding=(0, 2))
     for justify in ("right", "left", "right", "right", "right", "right"):
@@ -25,7 +26,8 @@ def print_table(rows: Sequence[PlanOfSize], global_batch: int) -> None:
             _format_number(row.efficiency, ".0%"),
             _format_number(row.peak_gib, ".1f") + ("" if row.fits is not False else ", DOES NOT FIT"),
         )
-    title = f"global batch {global_batch} at every size; efficiency relative to the first row"
+    size = f"{pluralize(gpus_per_node, 'GPU')} per node, global batch {global_batch:,}"
+    title = f"{size}; efficiency relative to the first row"
     emit(make_console(), title, table)
 
 

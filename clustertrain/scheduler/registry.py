@@ -37,35 +37,39 @@ def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
 
     slurm = SlurmBackend()
     try:
-        version, unavailable_reason = slurm.sbatch_version(), "sbatch is not installed on this machine"
+        version, problem = slurm.sbatch_version(), "sbatch is not installed on this machine"
         is_unresponsive = False
     except CommandFailed as e:
-        version, unavailable_reason, is_unresponsive = (
-            None,
-            f"sbatch is installed here but does not answer: {e.message}",
-            True,
-        )
+        # sbatch prints one line for each thing that it tried, and the reason last.
+        version, problem = None, f"sbatch is installed here but does not answer: {e.message.splitlines()[-1].strip()}"
+        is_unresponsive = True
     requirements = _list_slurm_requirements(job)
     if version is not None or (purpose == "plan" and (job.backend == "slurm" or requirements or is_unresponsive)):
         return slurm
     if job.backend == "slurm":
         if purpose == "dry-run":
             return slurm
-        raise UnsuitableEnvironment(
-            unavailable_reason, fix="submit on a login node, or run it on this machine with --backend local"
-        )
+        raise UnsuitableEnvironment(problem, fix=_suggest(is_unresponsive, "--backend local runs it on this machine"))
     if purpose != "here" and (is_unresponsive or requirements):
-        reason = (
-            f"{unavailable_reason}; {' and '.join(requirements)} need{'s' * (len(requirements) == 1)} a cluster"
-            if requirements
-            else unavailable_reason
-        )
+        needs = f"{' and '.join(requirements)} need{'s' * (len(requirements) == 1)} a cluster; " if requirements else ""
         raise UnsuitableEnvironment(
-            f"{reason}. Nothing was started",
-            fix="submit on a login node, or run it on this machine with --backend local; --dry-run --backend slurm "
-            "prints the job script",
+            f"nothing was started: {needs}{problem}",
+            fix=_suggest(
+                is_unresponsive,
+                "--dry-run --backend slurm prints the job script, and --backend local runs it on this machine",
+            ),
         )
     return get_backend("local")
+
+
+def _suggest(is_unresponsive: bool, otherwise: str) -> str:
+    """Return what to do without Slurm. Where its commands are installed, the machine may well be a login node."""
+    if is_unresponsive:
+        return (
+            "see whether `sinfo` answers; if not, Slurm is down or this machine is not set up for it: try later, or on "
+            f"another login node. {otherwise}"
+        )
+    return f"submit on a login node. {otherwise}"
 
 
 def _list_slurm_requirements(job: JobSpec) -> list[str]:

@@ -376,6 +376,7 @@ RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
 PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     check_memory,
     machine.check_gpu,
+    machine.check_size,
     machine.check_home_path,
     machine.check_home_folder,
     machine.check_checkpoint_dir,

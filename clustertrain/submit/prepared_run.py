@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.job import Device, RunSpec
+from clustertrain.config.job import BackendName, Device, RunSpec
 from clustertrain.plan.planner import Plan
 from clustertrain.scheduler.backend import Backend
 from clustertrain.submit.job_python import JobPython
@@ -26,6 +26,8 @@ class ResolvedRun:
     backend: Backend
     requested_device: Device
     """``job.device`` before ``auto`` was resolved."""
+    requested_backend: BackendName
+    """``job.backend`` before ``auto`` was resolved."""
     python: JobPython
     search_path: tuple[Path, ...] = ()
     """Folders that are searched for entries."""

@@ -82,6 +82,7 @@ def resolve_run(
         profile=profile,
         backend=backend,
         requested_device=job.device,
+        requested_backend=job.backend,
         python=python,
         search_path=search_path,
         code=code,

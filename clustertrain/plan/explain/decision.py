@@ -154,7 +154,7 @@ def explain_memory(decision: PlanDecision) -> Explanation:
     reasons: list[str] = []
     warnings: list[str] = []
     peak = decision.memory.peak_gib or 0.0
-    if request.device == "cuda" and request.gpu is None and peak > request.limit_gib:
+    if request.may_not_fit(peak):
         warnings.append(f"may not fit: {peak:.1f} GiB per rank, more than {request.format_limit()}")
     if decision.memory.fits is False:
         reasons.append(f"does not fit: {peak:.1f} GiB per rank, more than the {request.capacity_gib:g} GiB of the GPU")

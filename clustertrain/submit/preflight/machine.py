@@ -13,7 +13,9 @@ from clustertrain.plan.layout import pluralize
 from clustertrain.scheduler.registry import list_settings_without_effect
 from clustertrain.submit.preflight import filesystem
 from clustertrain.submit.prepared_run import PreparedRun
-from clustertrain.submit.resolve import has_gpu
+from clustertrain.submit.resolve import count_gpus, has_gpu
+
+_MAX_RANKS_PER_CORE = 4  # on the CPU. More are not a test on a laptop, but a job that was meant for a cluster
 
 
 def check_gpu(prepared: PreparedRun) -> None:
@@ -26,6 +28,26 @@ def check_gpu(prepared: PreparedRun) -> None:
         f"device is cuda{gpu_note}, but this machine has no GPU",
         fix="use --device cpu, or submit on a login node of a cluster with GPUs",
     )
+
+
+def check_size(prepared: PreparedRun) -> None:
+    """Refuse far more ranks than this machine has cores, or more than it has GPUs, if only ``auto`` chose it."""
+    plan = prepared.plan
+    if prepared.backend.name != "local" or prepared.requested_backend != "auto":
+        return
+    if plan.device == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        limit, machine = cores * _MAX_RANKS_PER_CORE, pluralize(cores, "core")
+    else:
+        limit = count_gpus()  # 0 if they are not NVIDIA's and cannot be counted
+        machine = pluralize(limit, "GPU")
+    if limit and plan.world_size > limit:
+        size = f"{pluralize(plan.world_size, 'rank')} on a machine with {machine}"
+        raise UnsuitableEnvironment(
+            f"nothing was started: {size} need a cluster; sbatch is not installed on this machine",
+            fix="submit on a login node. --dry-run --backend slurm prints the job script, and --backend local runs it "
+            "on this machine",
+        )
 
 
 def check_home_path(prepared: PreparedRun) -> None:

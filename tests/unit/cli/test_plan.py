@@ -54,6 +54,10 @@ def test_plan_leads_with_the_time_of_the_whole_run(run_cli: RunCli, capsys: pyte
             r"ddp on 2 x rtx4090: .* per rank; 50 steps, speed not predicted for an unknown GPU type",
         ),
         (
+            ("--gpu-type", "h99", "--set", "model.preset=llama3.1-8b"),
+            r"fsdp on 2 x h99: [\d.]+ GiB per rank, may not fit; 50 steps, speed not predicted for an unknown GPU type",
+        ),
+        (
             ("--device", "cuda", "--set", "model.kind=convnet"),
             r"ddp on 2 GPUs: .* per rank without activations; 50 steps, speed not predicted for this model",
         ),

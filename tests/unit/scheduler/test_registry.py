@@ -51,7 +51,8 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def unreachable_slurm(fake_slurm: FakeSlurm) -> None:
     """A machine with sbatch, which cannot get Slurm's configuration."""
     (fake_slurm.folder / "sbatch").write_text(
-        "#!/bin/sh\necho 'fatal: Could not establish a configuration' >&2\nexit 1"
+        "#!/bin/sh\necho 'error: DNS SRV lookup failed' >&2\n"
+        "echo 'fatal: Could not establish a configuration' >&2\nexit 1"
     )
 
 
@@ -83,6 +84,7 @@ def test_submit_is_refused_when_slurm_does_not_answer(
     code, out, err = run_cli("submit", *options)
     assert (code, out) == (78, "")
     assert "does not answer" in err and "Could not establish a configuration" in err and "--backend local" in err
+    assert "DNS SRV" not in err and "`sinfo`" in err  # one line says why, and this may be the login node
     assert not (tmp_path / "home" / "runs").exists()
 
 
@@ -90,6 +92,34 @@ def test_submit_is_refused_when_slurm_does_not_answer(
 def test_without_slurm_options_the_local_backend_is_used(run_cli: RunCli) -> None:
     code, _, err = run_cli("submit", "--dry-run", "--device", "cpu", "--cluster", "bare")
     assert code == 0 and "local backend: CPU, 1 rank on this machine" in err
+
+
+@pytest.mark.usefixtures("laptop")
+@pytest.mark.parametrize("command", [("submit",), ("submit", "--dry-run"), ("sweep", "--grid", "train.seed=1,2")])
+def test_job_that_is_far_too_large_for_this_machine_is_refused(
+    command: tuple[str, ...], run_cli: RunCli, tmp_path: Path
+) -> None:
+    cores = len(os.sched_getaffinity(0))
+    size = ("--device", "cpu", "--set", "train.global_batch=4096", "--gpus")
+    code, out, err = run_cli(*command, *size, "512")
+    assert (code, out) == (78, "")
+    assert f"512 ranks on a machine with {cores} core" in err and "nothing was started" in err
+    assert "--backend local" in err and "login node" in err
+    assert not (tmp_path / "home" / "runs").exists() and not (tmp_path / "home" / "local").exists()
+    code, _, err = run_cli("submit", "--dry-run", "--backend", "local", *size, "512")
+    assert code == 0 and "512 ranks on this machine" in err
+    code, _, err = run_cli("submit", "--dry-run", *size, str(4 * cores))
+    assert code == 0, err
+
+
+@pytest.mark.usefixtures("laptop")
+def test_more_ranks_than_gpus_are_refused(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clustertrain.submit.resolve.count_gpus", lambda: 2)
+    monkeypatch.setattr("clustertrain.submit.preflight.machine.count_gpus", lambda: 2)
+    code, out, err = run_cli("submit", "--dry-run", "--gpus", "8")
+    assert (code, out) == (78, "") and "8 ranks on a machine with 2 GPUs" in err and "--backend local" in err
+    assert run_cli("submit", "--dry-run", "--gpus", "2")[0] == 0
+    assert run_cli("submit", "--dry-run", "--backend", "local", "--gpus", "8")[0] == 0
 
 
 @pytest.mark.usefixtures("laptop")
@@ -133,7 +163,8 @@ def test_plan_works_when_slurm_does_not_answer(run_cli: RunCli) -> None:
 @pytest.mark.usefixtures("laptop")
 def test_every_size_in_a_gpu_range_has_a_plan(run_cli: RunCli) -> None:
     code, out, _ = run_cli("plan", "--gpus", "8", "--gpu-type", "h100", "--gpus-range", "4-16")
-    rows = out.splitlines()[2:]
+    title, _, *rows = out.splitlines()
+    assert title.startswith("8 GPUs per node, global batch ")
     assert code == 0 and len(rows) == 3 and not any(" - " in row for row in rows)
 
 
