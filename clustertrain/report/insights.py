@@ -24,6 +24,8 @@ def verdict(insights: Sequence[Insight]) -> Text:
     counts = {severity: sum(i.severity == severity for i in insights) for severity in ("critical", "warning")}
     parts = [f"{counts['critical']} critical"] if counts["critical"] else []
     parts += [pluralize(counts["warning"], "warning")] if counts["warning"] else []
+    if not parts and any(i.code == "no_telemetry" for i in insights):
+        return Text("Nothing was recorded", style="bold yellow")
     if not parts:
         return Text("No problem found", style="bold green")
     worst = next(i for i in insights if i.severity == ("critical" if counts["critical"] else "warning"))

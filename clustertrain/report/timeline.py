@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report.terminal import Glyphs, sparkline
+from clustertrain.run import state
 from clustertrain.telemetry.report_schema import AttemptSummary, Summary, TimelineEvent
 
 LABEL_WIDTH = len("utilization") + 1
@@ -92,7 +93,7 @@ def render(summary: Summary, width: int, signs: Glyphs, show_all: bool = False) 
     table.add_column(width=LABEL_WIDTH - 1, no_wrap=True)
     table.add_column(no_wrap=True)
     if attempts:
-        table.add_row("attempts", _attempt_row(attempts, axis, signs))
+        table.add_row("attempts", _attempt_row(attempts, axis, signs, is_over=summary.state in state.FINAL))
     phases = _phase_row(attempts, axis)
     if phases is not None:
         table.add_row("phases", phases)
@@ -125,14 +126,15 @@ def _span(attempt: AttemptSummary) -> tuple[float, float] | None:
     return start, (attempt.end if attempt.end is not None else max([start, *ends]))
 
 
-def _attempt_row(attempts: Sequence[AttemptSummary], axis: Axis, signs: Glyphs) -> Text:
+def _attempt_row(attempts: Sequence[AttemptSummary], axis: Axis, signs: Glyphs, *, is_over: bool) -> Text:
     cells = [" "] * axis.num_cells
     for attempt in attempts:
         span = _span(attempt)
         if span is None:
             continue
         first_cell, last_cell = axis.cell(span[0]), axis.cell(span[1])
-        label = f"{attempt.n} {attempt.ending or 'running'}"
+        is_running = attempt is attempts[-1] and not is_over
+        label = f"{attempt.n} {attempt.ending or ('running' if is_running else 'no end recorded')}"
         inner_width = last_cell - first_cell - 1
         label = label if len(label) <= inner_width else str(attempt.n) if len(str(attempt.n)) <= inner_width else ""
         body = label.ljust(max(inner_width, 0), signs.line) if not label else f"{label:{signs.line}<{inner_width}}"

@@ -147,6 +147,8 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
     plan = _load_plan_info(run)
     goodput = _goodput(run, history, request, cutoff)
     energy = _total_energy(gpus, owned, records, request.gpu)
+    if not {p.attempt for p in records} >= {n for n, log in logs.items() if events.find_last(log, "first_step")}:
+        energy = energy._replace(is_complete=False)
     summary = Summary(
         run=run.id,
         job_id=next(iter(reversed(attempts.list_job_ids(run, history))), None),

@@ -36,8 +36,8 @@ Explained = Mapping[GpuKey, Insight]
 GpuModel = tuple[str | None, bool]  # the name, and whether it is a MIG slice
 
 
-def gpu_outliers(job: JobContext) -> Iterable[Insight]:
-    """Return the insights of all rules, in their order.
+def explain_outliers(job: JobContext) -> dict[GpuKey, Insight]:
+    """Return one insight for each GPU that differs from the others.
 
     The first rule that explains a GPU excludes it from the later ones: a throttled GPU, its low clock and its late rank
     give a single insight.
@@ -45,6 +45,12 @@ def gpu_outliers(job: JobContext) -> Iterable[Insight]:
     explained: dict[GpuKey, Insight] = {}
     for rule in _RULES:
         explained.update({k: insight for k, insight in rule(job, explained).items() if k not in explained})
+    return explained
+
+
+def gpu_outliers(job: JobContext) -> Iterable[Insight]:
+    """Return the insights of :func:`explain_outliers`, and one if several GPUs were not used."""
+    explained = explain_outliers(job)
     unused = [n for n in explained.values() if n.code == "gpu_unused"]
     if len(unused) > 1:
         text = f"the job did not use {len(unused):,} of {len(job.summary.gpus):,} allocated GPUs"
@@ -67,11 +73,11 @@ def _unused_note(job: JobContext, gpu: GpuSummary) -> Insight:
     memory_text = ""
     if memory is not None and memory.max >= 1.0:
         memory_text = f", although {memory.max:.1f} GiB of its memory were in use: its rank computes elsewhere or hangs"
-    logs_hint = (
-        "" if rank is None else f", or check `clustertrain logs {job.summary.run} --rank {rank}` why its rank idles"
-    )
     text = f"{gpu_label(gpu)} was not used: its utilization {idle_text}{memory_text}"
-    return gpu_insight(gpu, CRITICAL, "gpu_unused", text, f"request fewer GPUs{logs_hint}")
+    fix = "request fewer GPUs"
+    if rank is not None:
+        fix = f"check `clustertrain logs {job.summary.run} --rank {rank}` for what its rank does; or request fewer GPUs"
+    return gpu_insight(gpu, CRITICAL, "gpu_unused", text, fix)
 
 
 def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:

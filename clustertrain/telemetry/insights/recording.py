@@ -44,6 +44,16 @@ def _no_telemetry(job: JobContext) -> Iterable[Insight]:
     yield Insight(severity=INFO, code="no_telemetry", text=text, fix=fix)
 
 
+def _unrecorded_attempts(job: JobContext) -> Iterable[Insight]:
+    summary = job.summary
+    missing = [str(a.n) for a in summary.attempts if not a.nodes and any(e.kind == "first_step" for e in a.events)]
+    if summary.hosts and summary.enabled and missing:
+        attempts = f"attempt{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        text = f"{attempts} trained, but recorded nothing: figures of GPUs and hosts cover the others"
+        fix = f"check `clustertrain logs {summary.run} --attempt {missing[-1]} --job`"
+        yield Insight(severity=WARNING, code="no_telemetry", text=text, fix=fix)
+
+
 def _silent_agents(job: JobContext) -> Iterable[Insight]:
     for host in job.summary.hosts:
         if host.agent_lost_s:
@@ -160,6 +170,7 @@ def _format_reasons(failures: Iterable[events.Event]) -> str:
 
 RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
     _no_telemetry,
+    _unrecorded_attempts,
     _silent_agents,
     _low_coverage,
     _sampler_failures,

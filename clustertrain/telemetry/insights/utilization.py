@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from clustertrain.run import endings
@@ -12,6 +12,7 @@ from clustertrain.telemetry.insights.context import (
     SETTLED_SAMPLES,
     JobContext,
     gpu_insight,
+    gpu_key,
     gpu_label,
     mean_known,
     pluralize,
@@ -19,6 +20,7 @@ from clustertrain.telemetry.insights.context import (
     train_utilization,
     utilization_stats,
 )
+from clustertrain.telemetry.insights.gpus import explain_outliers
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
 VERY_LOW_UTILIZATION, LOW_UTILIZATION, HIGH_UTILIZATION = 0.15, findings.LOW_UTILIZATION, 0.8  # mean utilization
@@ -54,6 +56,9 @@ def low_utilization(job: JobContext) -> Iterable[Insight]:
     low_gpus = [
         g for g in job.working_gpus if train_utilization(g) is not None and _mean_utilization(g) < LOW_UTILIZATION
     ]
+    if not _is_most(low_gpus, job):  # a GPU that throttles needs no second explanation
+        explained = explain_outliers(job)
+        low_gpus = [g for g in low_gpus if gpu_key(g) not in explained]
     if low_gpus:
         yield from _low_utilization_insights(job, low_gpus, likely_causes[0] if likely_causes else _unknown_cause(job))
     else:
@@ -63,6 +68,10 @@ def low_utilization(job: JobContext) -> Iterable[Insight]:
             yield Insight(
                 severity=INFO if cause.is_minor else WARNING, code=cause.code, text=_capitalize(cause), fix=cause.fix
             )
+
+
+def _is_most(gpus: Sequence[GpuSummary], job: JobContext) -> bool:
+    return len(gpus) > 1 and 2 * len(gpus) >= len(job.working_gpus)
 
 
 def _mean_utilization(gpu: GpuSummary) -> float:
@@ -76,7 +85,7 @@ def _capitalize(cause: Cause) -> str:
 
 def _low_utilization_insights(job: JobContext, low_gpus: list[GpuSummary], cause: Cause) -> list[Insight]:
     """Return one insight for the job if most GPUs are affected, else one for each GPU."""
-    if len(low_gpus) > 1 and 2 * len(low_gpus) >= len(job.working_gpus):
+    if _is_most(low_gpus, job):
         mean = sum(_mean_utilization(g) for g in low_gpus) / len(low_gpus)
         is_early = all(g.samples < SETTLED_SAMPLES for g in low_gpus)
         so_far = " so far" if is_early else ""

@@ -117,6 +117,12 @@ def test_healthy_run_has_no_problem_and_ends_with_its_notes(tmp_path: Path) -> N
     assert text.startswith("No problem found\n")
 
 
+def test_attempt_without_a_recording_is_not_called_free_of_problems(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    new_attempt(run)
+    assert render_text(summarize(run), 80).startswith("Nothing was recorded\n")
+
+
 def test_brief_report_has_no_tables(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])

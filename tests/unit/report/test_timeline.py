@@ -48,7 +48,7 @@ def preempted() -> Summary:
     )
     values = [0.9] * 30 + [None] * 6 + [0.9] * 36
     summary = with_gpus(healthy(), timeline=Timeline(100.0, values))
-    return replace(summary, attempts=[first, second])
+    return replace(summary, attempts=[first, second], state="running")
 
 
 def render_lines(summary: Summary, width: int = 84, show_all: bool = False, encoding: str = "utf-8") -> list[str]:
@@ -71,6 +71,7 @@ def test_rows_share_one_axis(preempted: Summary) -> None:
     attempts, phases, utilization, marks = (row(lines, n) for n in ("attempts", "phases", "utilization", "events"))
     assert attempts.startswith("[1 preempted──")
     assert (attempts[30], attempts[31:36], attempts[36:46], attempts[71]) == ("]", " " * 5, "[2 running", ">")
+    assert "[2 no end recorded──" in row(render_lines(replace(preempted, state="failed")), "attempts")
     assert phases == (
         "s" * 6 + "=" * 6 + "c" + "=" * 12 + "d" * 5 + " " * 6 + "s" + "r" * 5 + "=" * 8 + "e" * 6 + "=" * 16
     )

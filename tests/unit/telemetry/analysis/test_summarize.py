@@ -379,6 +379,24 @@ def test_energy_per_token_needs_all_gpus(run: RunDir) -> None:
     assert summary is not None and (summary.energy_j, summary.joules_per_token) == (400.0 * 100, None)
 
 
+def test_attempt_without_recording_is_reported_and_hides_the_energy_per_token(run: RunDir) -> None:
+    for n in (1, 2):
+        start = T0 + 1000 * n
+        attempt = new_attempt(run, n)
+        event(attempt, "started", "n1", start)
+        event(attempt, "first_step", "n1", start + 1, step=1, total=100)
+        with_steps(run, n, start, 100)
+    record(attempt, [(gpu(0), busy())], start=T0 + 2000, seconds=101)
+    summary = summarize(run)
+    assert summary.training is not None and summary.training.energy_j == 400.0 * 100
+    assert summary.training.joules_per_token is None
+    (note,) = (i for i in summary.insights if i.code == "no_telemetry")
+    assert note.severity == "warning" and note.text.startswith("attempt 1 trained, but recorded nothing")
+    only_recorded = summarize(run, SummaryRequest(attempt=2))
+    assert only_recorded.training is not None and only_recorded.training.joules_per_token is not None
+    assert "no_telemetry" not in codes(only_recorded)
+
+
 def test_waste_of_selected_part(run: RunDir) -> None:
     """Attempt 1 trains from its 20th second on; attempt 2 repeats its steps all the time."""
     for n in (1, 2):

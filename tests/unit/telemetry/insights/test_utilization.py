@@ -21,6 +21,7 @@ from tests.unit.telemetry.summaries import (
     in_training,
     replace,
     stats,
+    throttling,
     with_gpu,
     with_gpus,
 )
@@ -212,6 +213,12 @@ def test_few_low_gpus_are_named() -> None:
         gpus=[replace(g, utilization=stats(0.1), phases={}) if g.node == "n1" else g for g in summary.gpus],
     )
     assert [(n.node, n.rank) for n in build_insights(summary) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
+
+
+def test_explained_gpu_gets_no_second_insight_for_its_low_utilization() -> None:
+    summary = throttling(healthy(), "n3", 0)
+    low_gpu = with_gpu(summary, "n3", 0, utilization=stats(0.5))
+    assert [n.code for n in build_insights(low_gpu) if n.severity != "info"] == ["throttled"]
 
 
 def test_rules_are_independent() -> None:
