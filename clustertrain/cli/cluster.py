@@ -39,7 +39,7 @@ def list_(as_json: bool) -> None:
         return
     if not profile_paths:
         click.echo(f"no cluster profile in {' or '.join(map(str, settings.profile_folders()))}")
-        click.echo("the built-in defaults apply; `clustertrain cluster detect` writes a profile")
+        click.echo("the built-in defaults apply; `clustertrain init profile` or `cluster detect` writes a profile")
     for name, path in sorted(profile_paths.items()):
         click.echo(f"{name}  {path}" + (f"  (default, ${settings.CLUSTER})" if name == default_name else ""))
     if default_name and default_name not in profile_paths:

@@ -1,4 +1,4 @@
-"""``clustertrain init``: a first recipe or script in the current folder."""
+"""``clustertrain init``: a first recipe or script in the current folder, and a cluster profile."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import json
 import shlex
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from clustertrain.cli.completion import complete_gpu_types
 from clustertrain.errors import ClusterTrainError, ConfigError, NotFound, UsageError
 from clustertrain.printable import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A")  # a checked answer
 SCHEMA_FILE = "recipe.schema.json"
 SCRIPT = "train_script.py"  # in the examples of a checkout, in the templates of a wheel
 
@@ -34,7 +36,7 @@ class _WholeNumber(click.IntRange):
 
 @click.group()
 def init() -> None:
-    """Write a first recipe or training script, with the next commands. `cluster detect` writes a cluster profile."""
+    """Write a first recipe, training script or cluster profile, and show the next commands."""
 
 
 def _output_option(default: str) -> Callable[[F], F]:
@@ -57,6 +59,7 @@ _force_option = click.option("--force", is_flag=True, help="Replace the file if 
 @click.option("--tokenizer", metavar="PATH", help="Tokenizer of the conversations.")
 @click.option("--steps", type=_WholeNumber(min=1), metavar="N", help="Optimizer steps.")
 @click.option("--adapter", is_flag=True, help="Train a LoRA adapter instead of all weights.")
+@click.option("--unchecked", is_flag=True, help="Accept a model and data that only the compute nodes have.")
 @click.option(
     "--schema",
     "with_schema",
@@ -71,6 +74,7 @@ def recipe(
     tokenizer: str | None,
     steps: int | None,
     adapter: bool,
+    unchecked: bool,
     with_schema: bool,
     output: Path,
     force: bool,
@@ -82,14 +86,15 @@ def recipe(
     schema_file = output.with_name(SCHEMA_FILE)
     if with_schema:
         _check_output(schema_file, force=force)
+    check_model, check_data = (str.strip, str.strip) if unchecked else (_check_model, _check_data)
     # Options are checked before the first question.
-    model = _check_model(model) if model else ""
-    data = _check_data(data) if data is not None else None
+    model = check_model(model) if model else ""
+    data = check_data(data) if data is not None else None
     if _is_terminal():
         if not model:
             click.echo(f"Presets: {', '.join(PRESETS)}")
-            model = _ask("Model: a preset, or weights to start from", "tiny", _check_model)
-        data = data if data is not None else _ask("Data: a folder or file; empty for a sample text", "", _check_data)
+            model = _ask("Model: a preset, or weights to start from", "tiny", check_model)
+        data = data if data is not None else _ask("Data: a folder or file; empty for a sample text", "", check_data)
         steps = steps or click.prompt("Optimizer steps", default=1000, type=_WholeNumber(min=1))
     text = build_recipe(model or "tiny", data or "", tokenizer or "", steps or 1000, adapter=adapter)
     _check_recipe(text, output)
@@ -135,21 +140,88 @@ def script(output: Path, force: bool) -> None:
     )
 
 
+@init.command(short_help="Write a cluster profile.")
+@click.argument("name", required=False)
+@click.option("--partition", metavar="NAME", help="Slurm partition.")
+@click.option("--account", metavar="NAME", help="Slurm account to charge.")
+@click.option("--gpu-type", metavar="TYPE", help="GPU type as Slurm names it.", shell_complete=complete_gpu_types)
+@click.option("--gpus-per-node", type=_WholeNumber(min=1), metavar="G", help="GPUs of a node.")
+@click.option("--time", metavar="LIMIT", help="Default time limit.")
+@click.option("--setup", metavar="LINE", multiple=True, help="Shell line that jobs run first (repeatable).")
+@_force_option
+def profile(name: str | None, force: bool, setup: tuple[str, ...], **options: Any) -> None:
+    """Write the cluster profile NAME: the settings of a site, for `submit --cluster NAME`.
+
+    On a terminal, it asks for what no option says. On a login node, `clustertrain cluster detect NAME` adds what Slurm
+    knows about the nodes, and keeps the rest.
+    """
+    from clustertrain import settings
+    from clustertrain.cluster import new_profile, profile_file
+    from clustertrain.config.cluster import list_profiles
+
+    if name is None and not _is_terminal():
+        raise UsageError("init profile: the name of the profile is missing", fix="clustertrain init profile NAME")
+    name = profile_file.check_name(name if name is not None else _ask("Name", "cluster", profile_file.check_name))
+    path = list_profiles().get(name) or settings.profile_folders()[-1] / f"{name}.toml"
+    if path.exists() and not force:
+        raise UsageError(
+            f"cluster profile {name} exists: {path}", fix="choose another name, edit it, or replace it with --force"
+        )
+    known = {key: value for key, value in {**options, "setup": setup}.items() if value}
+    new_profile.format_profile(new_profile.SiteAnswers(**known), name)  # options are checked before the first question
+    if _is_terminal():
+        known |= _ask_about_site(known)
+    text = new_profile.format_profile(new_profile.SiteAnswers(**known), name)
+    profile_file.write(path, text)
+    click.echo(f"wrote {path}; next:")
+    _echo_next(
+        {
+            f"clustertrain cluster detect {name}": "add what Slurm knows, on a login node",
+            f"clustertrain plan --cluster {name} --nodes 2 --gpus 8": "what submit would choose",
+            f"export {settings.CLUSTER}={name}": "use it without --cluster",
+        }
+    )
+
+
+def _ask_about_site(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask for what ``known`` lacks. Return the answers; an empty one leaves the setting to Slurm and is left out."""
+
+    def check_time(text: str) -> str:
+        time_limits.parse_time_limit_s(text.strip())
+        return text.strip()
+
+    from clustertrain.config.parsing import time_limits
+
+    click.echo("An empty answer leaves the setting to Slurm.")
+    questions: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "partition": ("Partition", str.strip),
+        "account": ("Account", str.strip),
+        "gpu_type": ("GPU type, such as h100", str.strip),
+        "gpus_per_node": ("GPUs per node", lambda text: _WholeNumber(min=0).convert(text or "0", None, None)),
+        "time": ("Default time limit, such as 1-00:00:00", check_time),
+        "setup": (
+            "Shell line that jobs run first, such as module load cuda",
+            lambda text: list(filter(None, [text.strip()])),
+        ),
+    }
+    return {key: _ask(question, "", check) for key, (question, check) in questions.items() if key not in known}
+
+
 def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _ask(question: str, default: str, check: Callable[[str], str]) -> str:
+def _ask(question: str, default: str, check: Callable[[str], A]) -> A:
     """Ask until ``check`` accepts the answer. Return what it returns."""
 
-    def parse(answer: str) -> str:
+    def parse(answer: str) -> A:
         try:
             return check(answer)
         except ClusterTrainError as e:
             fix = f"\n  fix: {printable(e.fix)}" if e.fix else ""
             raise click.UsageError(printable(e.message) + fix) from e
 
-    answer: str = click.prompt(question, default=default, value_proc=parse)
+    answer: A = click.prompt(question, default=default, value_proc=parse, show_default=bool(default))
     return answer
 
 
@@ -199,7 +271,7 @@ def _check_data(text: str) -> str:
             return name
     except OSError as e:
         raise UsageError(f"data: {name}: {e.strerror}", fix="check the path") from e
-    fix = "check the path; if only the nodes have it, write it into data.path of the recipe"
+    fix = "check the path; if only the nodes have it, add --unchecked"
     if "/" not in name:
         fix = f"{_suggest(name, built_in)} Otherwise {fix}"
     raise UsageError(f"data: {name}: no such file or folder", fix=fix)

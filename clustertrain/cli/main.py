@@ -33,7 +33,7 @@ _FILE_ERRNOS = frozenset(
 # Name: (module:attribute, one line of help). The help is here so that listing the commands imports none of them.
 COMMANDS = {
     "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
-    "init": ("clustertrain.cli.init:init", "Write a first recipe or training script."),
+    "init": ("clustertrain.cli.init:init", "Write a first recipe, script or cluster profile."),
     "demo": ("clustertrain.cli.demo:demo", "Train a small model here: preempted, resumed, completed."),
     "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose; --why explains it."),
     "adopt": ("clustertrain.cli.adopt:adopt", "Read a batch script; write the profile and the submit line."),

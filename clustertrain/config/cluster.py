@@ -174,7 +174,7 @@ def load_profile(name: str, environ: Mapping[str, str] = os.environ) -> ClusterP
         folder = settings.profile_folders(environ)[-1]
         raise ConfigError(
             f"cluster profile {profile_name!r} not found: {suggestion}",
-            fix=f"create {folder / (profile_name + '.toml')}",
+            fix=f"`clustertrain init profile` or `clustertrain cluster detect` writes a profile to {folder}",
         )
     path = profiles[profile_name]
     return _parse_profile(read_text(path), str(path))

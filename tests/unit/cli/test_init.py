@@ -13,10 +13,11 @@ from click.testing import CliRunner, Result
 
 import clustertrain.cli.init as init_command
 from clustertrain.cli.init import init
+from clustertrain.config.cluster import ClusterProfile, load_profile
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.parsing.presets import apply_preset
 from clustertrain.config.recipe import Recipe
-from clustertrain.errors import ConfigError, UsageError
+from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 from tests.paths import ROOT
 
 
@@ -143,6 +144,17 @@ def test_option_that_names_nothing_is_refused(folder: Path, argv: tuple[str, ...
     assert list(folder.iterdir()) == []
 
 
+def test_unchecked_accepts_what_only_the_nodes_have() -> None:
+    argv = ("recipe", "--model", "/nodes/weights", "--data", "/nodes/chat.jsonl")
+    assert call(*argv).exit_code == 1
+    error = call("recipe", "--data", "/nodes/x").exception
+    assert isinstance(error, UsageError) and "--unchecked" in error.fix
+    assert call(*argv, "--unchecked").exit_code == 0
+    document = tomllib.loads(Path("recipe.toml").read_text())
+    assert document["model"] == {"init": "/nodes/weights"}
+    assert (document["data"]["kind"], document["data"]["path"]) == ("chat", "/nodes/chat.jsonl")
+
+
 @pytest.mark.parametrize("option", ["--model", "--data"])
 def test_option_with_a_name_that_is_too_long_is_refused(option: str) -> None:
     error = call("recipe", option, "a" * 300).exception
@@ -164,3 +176,51 @@ def test_wrong_answers_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no-such: no such file or folder" in result.output and "'abc' is not a whole number" in result.output
     recipe = read()
     assert (recipe.model.preset, recipe.data.path, recipe.train.steps) == ("125m", "stdlib", 7)
+
+
+SITE = ("--partition", 'g"pu', "--account", "a", "--gpu-type", "h100", "--gpus-per-node", "8", "--time", "1-00:00:00")
+
+
+def test_profile_is_one_that_submit_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    result = call("profile", "big", *SITE, "--setup", "module load cuda", "--setup", "echo 'a \x7f b' # no")
+    assert result.exit_code == 0 and "clustertrain cluster detect big" in result.stdout
+    profile = load_profile("big")
+    assert (profile.partition, profile.account, profile.gpu_type, profile.gpus_per_node, profile.time) == (
+        'g"pu', "a", "h100", 8, "1-00:00:00",
+    )  # fmt: skip
+    assert profile.setup == ("module load cuda", "echo 'a \x7f b' # no")
+    assert "exists" in str(call("profile", "big").exception)
+    assert call("profile", "big", "--force").exit_code == 0
+    assert load_profile("big") == ClusterProfile()  # what is not known is a comment with an example
+    assert '# account = "project-123"' in (folder / "clustertrain" / "clusters" / "big.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ((), "NAME"),
+        (("a/b",), "letters"),
+        (("a", "--time", "soon"), "minutes"),
+        (("a", "--partition", "\udcff"), "UTF-8"),
+    ],
+)
+def test_profile_that_is_none_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    error = call("profile", *argv).exception
+    assert isinstance(error, ClusterTrainError) and named in f"{error.message} {error.fix}"
+    assert not (folder / "config").exists()
+
+
+def test_profile_asks_for_what_no_option_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    monkeypatch.setattr(init_command, "_is_terminal", lambda: True)
+    answers = "a/b\nbig\ngpu\n\nmany\n8\nsoon\n60\nmodule load cuda\n"
+    result = CliRunner().invoke(init, ["profile", "--account", "a"], input=answers, standalone_mode=False)
+    assert result.exit_code == 0, result.output
+    assert "'many' is not a whole number" in result.output and "time limit 'soon'" in result.output
+    profile = load_profile("big")
+    assert (profile.partition, profile.account, profile.gpu_type, profile.gpus_per_node) == ("gpu", "a", "", 8)
+    assert (profile.time, profile.setup) == ("60", ("module load cuda",))
