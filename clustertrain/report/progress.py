@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from clustertrain.run.logs import files
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import RunStatus
+from clustertrain.telemetry import findings
 
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768  # read from the end of each file
 LOG_BYTES, MAX_LINES = 16384, 6  # of the log or traceback of the rank that failed
@@ -42,6 +43,25 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The end of its traceback; without one, of its log."""
 
 
+class ActiveAlert(msgspec.Struct, frozen=True, kw_only=True):
+    """An alert that was raised and has not been cleared."""
+
+    t: float
+    """When it was raised."""
+    severity: str
+    """`critical`, `warning` or `info`."""
+    code: str
+    """The rule that raised it."""
+    text: str
+    """What is wrong, with figures."""
+    fix: str | None = None
+    """What to do about it; null if there is no advice."""
+    node: str | None = None
+    """The node that it concerns; null if it concerns no single one."""
+    rank: int | None = None
+    """The rank that it concerns; null if it concerns no single one."""
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Times are UTC epoch s; durations end in ``_s``. None: unknown."""
 
@@ -62,6 +82,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """When it was committed."""
     failure: Failure | None = None
     """Why the last attempt failed."""
+    alerts: tuple[ActiveAlert, ...] = ()
+    """Of a running run, the most severe first."""
 
 
 # Attempts that ended in another way than by a failure, whose ranks may have been killed in the end.
@@ -85,7 +107,7 @@ def _load_progress(status: RunStatus, now: float, *, with_failure: bool) -> Prog
     submitted = next(events.select(events.for_run(run), event_types.Submitted), None)
     checkpoint_step, checkpoint_t = _find_checkpoint(status)
     rates: dict[str, Any] = {}
-    failure = None
+    failure, alerts = None, list[ActiveAlert]()
     if attempts:
         rows = _read_rows(run, attempts)
         log = _read_events(attempts[-1])
@@ -94,6 +116,7 @@ def _load_progress(status: RunStatus, now: float, *, with_failure: bool) -> Prog
             eta.estimate(eta.recent_rows(rows), log, status.step, total, now if is_running else None) if rows else {}
         )
         rates.pop("overhead", None)
+        alerts = find_active_alerts(log) if is_running else []
         has_failed = bool(status.history) and status.history[-1].ending not in NOT_FAILED
         if with_failure and has_failed and not is_running:
             failure = next(iter_failures(attempts[-1]), None)
@@ -104,8 +127,31 @@ def _load_progress(status: RunStatus, now: float, *, with_failure: bool) -> Prog
         checkpoint_step=checkpoint_step,
         checkpoint_t=checkpoint_t,
         failure=failure,
+        alerts=tuple(alerts),
         **rates,
     )
+
+
+def find_active_alerts(log: Iterable[events.Event]) -> list[ActiveAlert]:
+    """Return the alerts of an attempt's events, by time, that are not cleared: the most severe first, then the newest.
+
+    One that its rule has raised again counts once.
+    """
+    active: dict[tuple[str | None, ...], ActiveAlert] = {}
+    for alert in events.select(log, event_types.AlertEvent):
+        key = (alert.code, alert.node, alert.uuid, str(alert.rank))
+        active.pop(key, None)
+        if alert.state != "cleared":
+            active[key] = ActiveAlert(
+                t=alert.t,
+                severity=alert.severity or findings.WARNING,
+                code=alert.code or "",
+                text=alert.text or "",
+                fix=alert.fix,
+                node=alert.node,
+                rank=alert.rank,
+            )
+    return sorted(active.values(), key=lambda a: (findings.SEVERITY_ORDER.get(a.severity, 3), -a.t))
 
 
 def _read_rows(run: RunDir, attempts: Sequence[AttemptDir]) -> list[dict[str, Any]]:

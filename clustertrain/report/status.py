@@ -61,6 +61,8 @@ NO_STEPS_REPORTED = "the program has reported no steps"
 COMMAND_WITHOUT_STEPS_YET = "none yet; a program without torch.optim reports none"
 WATCHED_STEPS = "not recorded: the job was started without clustertrain, so its steps, loss and tokens are unknown"
 METER_WIDTH = 30
+MAX_ALERTS = 3
+_ALERT_STYLES = {"critical": "red", "warning": "yellow"}
 LEDGER_WIDTH = 40  # of the time ledger without its bars, at most
 RECIPE_HASH_DIGITS = 7  # `list --recipe` accepts a prefix of this length
 
@@ -125,7 +127,8 @@ def render(
 ) -> RenderableType:
     """Render the status of one run for a terminal of ``width`` columns at ``now``, UTC epoch s."""
     header = Table.grid(padding=(0, 2))
-    rows = [*_progress_rows(status, progress, now), *_problem_rows(status), *contract_rows(status.contract)]
+    problems = [*_alert_rows(status, progress), *_problem_rows(status)]
+    rows = [*_progress_rows(status, progress, now), *problems, *contract_rows(status.contract)]
     for title, text in [*rows, ("folder", str(status.run.path))]:
         header.add_row(title, Text(text, overflow="fold") if isinstance(text, str) else text)
     parts = [
@@ -159,6 +162,18 @@ def _progress_rows(status: RunStatus, progress: Progress, now: float) -> list[tu
         estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
         rows.append(("waiting for", f"{status.view.reason or 'the scheduler'}{estimate}"))
     return [row for row in rows if row[1]]
+
+
+def _alert_rows(status: RunStatus, progress: Progress) -> list[tuple[str, Text]]:
+    """Return (title, text) rows on the alerts of a running run; of many, the most severe."""
+    rows = [
+        ("alert", Text(f"{a.severity}: {printable(a.text)}", style=_ALERT_STYLES.get(a.severity, "")))
+        for a in progress.alerts[:MAX_ALERTS]
+    ]
+    if len(progress.alerts) > MAX_ALERTS:
+        more = len(progress.alerts) - MAX_ALERTS
+        rows.append(("", Text(f"and {more} more: clustertrain top {status.run.id}")))
+    return rows
 
 
 def _problem_rows(status: RunStatus) -> list[tuple[str, Text]]:

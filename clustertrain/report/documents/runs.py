@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from clustertrain.report.progress import Failure, Progress, load_progress
+from clustertrain.report.progress import ActiveAlert, Failure, Progress, load_progress
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.recipe_hash import load_recipe_hash
 from clustertrain.run.run_dir import RunDir
@@ -98,6 +98,8 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     """When it was committed."""
     failure: Failure | None
     """Why the last attempt failed."""
+    alerts: tuple[ActiveAlert, ...]
+    """Alerts of a running run that are not cleared, the most severe first."""
     pending_reason: str | None
     """Why the job waits, in the scheduler's words."""
     start_estimate: float | None

@@ -105,6 +105,32 @@ def test_json_has_the_progress(run: RunDir) -> None:
     assert json.loads(call(status, run.id, "--json").stdout).keys() > row.keys() - {"recipe_hash"}
 
 
+def alert(t: float, text: str, state: str = "raised", **fields: object) -> dict[str, object]:
+    names = {"code": text.partition(" ")[0], "node": "b", "uuid": None, "rank": None, "severity": "warning"}
+    return {"t": t, "event": "alert", "state": state, "text": text, **names, **fields}
+
+
+def test_status_of_a_running_run_shows_its_alerts_until_they_are_cleared(run: RunDir) -> None:
+    log = fsio.JsonlAppender(run.attempt(1).events_path("agent-b"))
+    log.append(alert(NOW - 90, "hot GPU 3", rank=3), alert(NOW - 80, "slow rank 5", rank=5))
+    log.append(alert(NOW - 70, "hot GPU 3", rank=3, state="cleared"), alert(NOW - 60, "hot GPU 3: 91 °C", rank=3))
+    log.append(alert(NOW - 50, "lost GPU 1\x1b]0;x\x07", severity="critical"))
+    assert [
+        line.strip() for line in call(status, run.id).stdout.splitlines() if "alert" in line or "more:" in line
+    ] == ["alert       critical: lost GPU 1\\x1b]0;x\\x07", "alert       warning: hot GPU 3: 91 °C",
+          "alert       warning: slow rank 5"]  # fmt: skip
+    alerts = json.loads(call(status, run.id, "--json").stdout)["alerts"]
+    assert [(a["severity"], a["rank"], round(NOW - a["time_unix_s"])) for a in alerts] == [
+        ("critical", None, 50), ("warning", 3, 60), ("warning", 5, 80)
+    ]  # fmt: skip
+    log.append(*(alert(NOW - 40 + i, f"rule-{i} broken") for i in range(3)))
+    log.close()
+    assert f"and 3 more: clustertrain top {run.id}" in call(status, run.id).stdout
+    end(run)
+    live_runs.create_job("local-1", run, "FAILED")
+    assert "alert" not in call(status, run.id).stdout
+
+
 def test_failed_run_shows_the_end_of_the_traceback_and_the_log(run: RunDir) -> None:
     end(run)
     out = call(status, run.id, columns=160).stdout
