@@ -10,9 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain import clock
 from clustertrain.diagnose import plots
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.runner import Diagnosis
+from clustertrain.durations import format_duration
 from clustertrain.report.terminal import UNICODE, emit, glyphs, make_console
 
 if TYPE_CHECKING:
@@ -58,11 +60,16 @@ def show_summary(console: Console, result: Diagnosis) -> None:
 
 
 class CheckProgressBar:
-    """A progress bar on stderr, shown only on a terminal and erased at the end of the ``with`` block."""
+    """A progress bar on stderr, shown only on a terminal and erased at the end of the ``with`` block.
+
+    It shows the current check, the time left of it, and the time of all checks so far.
+    """
 
     def __init__(self, checks: int) -> None:
         self._checks = checks
-        self._started_checks: list[str] = []
+        self._begin = clock.monotonic()
+        self._started_checks: dict[str, float] = {}  # monotonic time of the first progress
+        self._left_s = 0.0  # of the current check; 0 if unknown
         self._progress: tuple[Progress, TaskID] | None = None
 
     def __enter__(self) -> CheckProgressBar:
@@ -80,22 +87,34 @@ class CheckProgressBar:
         if self._progress is not None:
             self._progress[0].stop()
             self._progress = None
+        self._left_s = 0.0
 
     def __call__(self, check: str, completed: int, total: int) -> None:
         if not sys.stderr.isatty():
             return
-        if check not in self._started_checks:
-            self._started_checks.append(check)
+        now = clock.monotonic()
+        spent_s = now - self._started_checks.setdefault(check, now)
         description = f"{check} ({len(self._started_checks)} of {self._checks})" if self._checks > 1 else check
         if self._progress is None:
             self._progress = self._start(description)
         progress, task = self._progress
+        self._left_s = spent_s * (total - completed) / completed if completed else 0.0
         progress.update(task, description=description, completed=completed, total=total or None)
 
     def _start(self, description: str) -> tuple[Progress, TaskID]:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, RenderableColumn, TaskProgressColumn, TextColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            RenderableColumn(self),
+        )
         progress = Progress(*columns, console=make_console(sys.stderr), transient=True)
         progress.start()
         return progress, progress.add_task(description, total=None)
+
+    def __rich__(self) -> str:
+        """Return the times; the bar asks several times a second, so that they go on during a long step."""
+        left = f"{format_duration(self._left_s)} left, " if self._left_s >= 1 else ""
+        return f"{left}{format_duration(clock.monotonic() - self._begin)} so far"
