@@ -15,8 +15,8 @@ from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import torchrun
 from clustertrain.scheduler.sockets import find_interface_to
-from clustertrain.submit import python_path
 from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.snapshot import python_path
 from clustertrain.submit.transaction import format_spec
 
 LOOPBACK = "127.0.0.1"

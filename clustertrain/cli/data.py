@@ -146,7 +146,7 @@ def _open_documents(path: Path, tokenizer: str, options: dict[str, Any]) -> tupl
     """Return the tokenized documents, the default type of their tokens, and the name of the tokenizer."""
     from clustertrain.config.chat.tokenizer import load_tokenizer_files
     from clustertrain.errors import UsageError
-    from clustertrain.submit import python_path
+    from clustertrain.submit.snapshot import python_path
     from clustertrain.train.core import entry_points
     from clustertrain.train.data import tokenize as tokenizing
 

@@ -324,8 +324,8 @@ def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequ
     Raises:
         UsageError: the options contradict each other, or one is malformed.
     """
-    from clustertrain.submit.code_snapshot import DEFAULT_LIMIT_MIB
     from clustertrain.submit.request import SubmitRequest
+    from clustertrain.submit.snapshot.code_snapshot import DEFAULT_LIMIT_MIB
 
     count_model, trace = options.pop("count_model"), options.pop("trace_memory")
     if trace and count_model is False:

@@ -53,8 +53,8 @@ def wrap(
     and at the time limit the job is requeued, and the run resumes. The other commands find the run by its job id.
     """
     from clustertrain.scheduler.slurm_step import is_in_step, is_printing_task, read_step_task, start_step
-    from clustertrain.submit.code_snapshot import DEFAULT_LIMIT_MIB
     from clustertrain.submit.request import SubmitRequest
+    from clustertrain.submit.snapshot.code_snapshot import DEFAULT_LIMIT_MIB
 
     try:
         if not command:

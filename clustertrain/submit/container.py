@@ -20,8 +20,8 @@ from clustertrain.config.container import (
 from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing.documents import parse_assignment, parse_value
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.submit import code_snapshot
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.snapshot import code_snapshot
 
 _KEY = "job.container"
 

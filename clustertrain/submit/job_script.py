@@ -18,8 +18,9 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
-from clustertrain.submit import python_path, templates
+from clustertrain.submit import templates
 from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.snapshot import python_path
 
 # clustertrain sets these: another value would contradict the plan or break the batch process and the agents.
 _MANAGED_OPTIONS = {

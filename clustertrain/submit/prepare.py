@@ -10,7 +10,7 @@ from clustertrain.plan.request import PlanRequest
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
 from clustertrain.submit import checks
-from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.launchers.replace import replace_launcher
 from clustertrain.submit.preflight import data_size, model_stats
 from clustertrain.submit.preflight.model_stats import ModelCountError, ModelStats
 from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun

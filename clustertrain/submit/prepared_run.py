@@ -9,7 +9,7 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import BackendName, Device, RunSpec
 from clustertrain.plan.planner import Plan
 from clustertrain.scheduler.backend import Backend
-from clustertrain.submit.job_python import JobPython
+from clustertrain.submit.program.job_python import JobPython
 from clustertrain.submit.recipe import ParsedRecipe
 
 

@@ -14,8 +14,8 @@ from clustertrain import clock
 from clustertrain.errors import CommandFailed
 from clustertrain.run.rank_python import list_packages
 from clustertrain.settings import user_name
-from clustertrain.submit import git
-from clustertrain.submit.secret_files import is_likely_secret
+from clustertrain.submit.snapshot import git
+from clustertrain.submit.snapshot.secret_files import is_likely_secret
 
 DIFF_LIMIT_BYTES = 1024 * 1024
 _SECRET_OPTIONS = ("--env", "--set")

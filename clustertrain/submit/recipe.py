@@ -17,7 +17,8 @@ from clustertrain.config.parsing.documents import build, load_toml, parse_assign
 from clustertrain.config.parsing.dotted_keys import split_key, type_at
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.submit import command, start_weights
+from clustertrain.submit import start_weights
+from clustertrain.submit.program import command
 from clustertrain.submit.request import SubmitRequest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from clustertrain.submit.code_snapshot import DEFAULT_LIMIT_MIB
+from clustertrain.submit.snapshot.code_snapshot import DEFAULT_LIMIT_MIB
 
 CountMode = Literal["no", "yes", "trace"]
 

@@ -16,10 +16,12 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend
-from clustertrain.submit import container, job_python, option_names, python_path
+from clustertrain.submit import container, option_names
 from clustertrain.submit.prepared_run import ResolvedRun
+from clustertrain.submit.program import job_python
 from clustertrain.submit.recipe import ParsedRecipe
 from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.snapshot import python_path
 
 _PROFILE_KEYS = (
     "python", "environment", "environment_dir", "partition", "account", "qos", "time", "mem", "gpu_type",

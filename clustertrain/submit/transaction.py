@@ -25,12 +25,13 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.shipped_environment import ShippedEnvironment
 from clustertrain.run.usage import contract_status
 from clustertrain.scheduler.backend import PENDING, Submission
-from clustertrain.submit import checks, code_snapshot, job_script, provenance, python_path, templates
-from clustertrain.submit.code_snapshot import CodeSnapshot
+from clustertrain.submit import checks, job_script, provenance, templates
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.shipping.ship import EnvironmentPacker, OnProgress
+from clustertrain.submit.snapshot import code_snapshot, python_path
+from clustertrain.submit.snapshot.code_snapshot import CodeSnapshot
 
 MAX_LISTED_SECRETS = 5  # files in a note
 

@@ -26,7 +26,7 @@ from clustertrain.scheduler.slurm import SlurmBackend
 from clustertrain.scheduler.slurm_parse import JobFacts
 from clustertrain.scheduler.slurm_step import StepTask
 from clustertrain.submit import checks, transaction
-from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.launchers.replace import replace_launcher
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.resolve import count_gpus

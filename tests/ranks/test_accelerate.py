@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.launchers.replace import replace_launcher
 from clustertrain.submit.request import SubmitRequest
 
 pytestmark = pytest.mark.ranks

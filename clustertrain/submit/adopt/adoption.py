@@ -23,8 +23,8 @@ from clustertrain.submit.adopt.program import Program, read_launcher
 from clustertrain.submit.adopt.resources import Request, read_request
 from clustertrain.submit.adopt.script_file import find_interpreter
 from clustertrain.submit.adopt.sizes import Sizes, choose_sizes
-from clustertrain.submit.hidden_launchers import find_hidden_launcher
-from clustertrain.submit.python_words import is_python
+from clustertrain.submit.launchers.hidden_launchers import find_hidden_launcher
+from clustertrain.submit.program.python_words import is_python
 from clustertrain.submit.shell.expansion import Expansions, Scope
 from clustertrain.submit.shell.words import Source
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from clustertrain import proc
 from clustertrain.submit.adopt.program import Program
-from clustertrain.submit.launcher_names import name_launcher
-from clustertrain.submit.python_words import find_python_program, is_python
+from clustertrain.submit.launchers.launcher_names import name_launcher
+from clustertrain.submit.program.python_words import find_python_program, is_python
+from clustertrain.submit.program.wrappers import CONTAINER_RUNTIMES, WRAPPERS
 from clustertrain.submit.shell.expansion import MARK
-from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, WRAPPERS
 
 CommandKind = Literal[
     "training", "assign", "export", "cd", "set", "print", "monitor", "neutral", "exit", "trap", "requeue", "address",

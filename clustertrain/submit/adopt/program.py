@@ -10,20 +10,26 @@ from pathlib import PurePath
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.containers import APPTAINER, Container, parse_apptainer, refuse_runtime, take_option
 from clustertrain.submit.adopt.slurm_options import SRUN, GivenOption, parse_options
-from clustertrain.submit.hidden_launchers import find_contained_command, find_hidden_launcher
-from clustertrain.submit.launcher_names import OLD_LAUNCH, OTHERS, name_launcher, split_launcher, starts_with_launcher
-from clustertrain.submit.launcher_python import name_python
-from clustertrain.submit.launchers import ACCELERATE_SETTINGS, check_wrappers, refuse_wrapped_accelerate
-from clustertrain.submit.mpi_launch import MPI, parse_mpi
-from clustertrain.submit.python_words import is_python
-from clustertrain.submit.shell.expansion import MARK
-from clustertrain.submit.torchrun_launch import parse_torchrun
-from clustertrain.submit.wrappers import (
+from clustertrain.submit.launchers.hidden_launchers import find_contained_command, find_hidden_launcher
+from clustertrain.submit.launchers.launcher_names import (
+    OLD_LAUNCH,
+    OTHERS,
+    name_launcher,
+    split_launcher,
+    starts_with_launcher,
+)
+from clustertrain.submit.launchers.launcher_python import name_python
+from clustertrain.submit.launchers.mpi_launch import MPI, parse_mpi
+from clustertrain.submit.launchers.replace import ACCELERATE_SETTINGS, check_wrappers, refuse_wrapped_accelerate
+from clustertrain.submit.launchers.torchrun_launch import parse_torchrun
+from clustertrain.submit.program.python_words import is_python
+from clustertrain.submit.program.wrappers import (
     CONTAINER_RUNTIMES,
     MODULE_OPTIONS,
     WRAPPERS,
     find_program,
 )
+from clustertrain.submit.shell.expansion import MARK
 
 _ISOLATED = frozenset({"docker", "nerdctl", "podman"})  # their containers have no variable that they are not given
 _WITHOUT_EFFECT = frozenset({"command", "exec", "nohup", "time"})

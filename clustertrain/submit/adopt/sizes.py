@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from clustertrain.submit.adopt.outcomes import Findings, OutcomeKind
 from clustertrain.submit.adopt.program import Program
 from clustertrain.submit.adopt.resources import Request
-from clustertrain.submit.launcher_names import REPLACED
+from clustertrain.submit.launchers.launcher_names import REPLACED
 
 _SRUN_SIZES = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "gres", "gpus")
 

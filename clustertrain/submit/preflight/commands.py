@@ -6,10 +6,10 @@ import shlex
 import shutil
 from pathlib import PurePath
 
-from clustertrain.submit.command import is_file
-from clustertrain.submit.launcher_names import name_launcher
+from clustertrain.submit.launchers.launcher_names import name_launcher
 from clustertrain.submit.prepared_run import ResolvedRun
-from clustertrain.submit.python_words import is_python
+from clustertrain.submit.program.command import is_file
+from clustertrain.submit.program.python_words import is_python
 from clustertrain.submit.request import SubmitRequest
 
 _MAX_SHOWN = 60  # characters of a command

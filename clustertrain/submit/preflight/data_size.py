@@ -21,9 +21,9 @@ from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import CommandFailed, ConfigError
 from clustertrain.plan.decide import decide
 from clustertrain.plan.request import PlanRequest
-from clustertrain.submit import python_path
 from clustertrain.submit.preflight import data
 from clustertrain.submit.prepared_run import ResolvedRun
+from clustertrain.submit.snapshot import python_path
 
 TIMEOUT_S = 180.0  # importing torch takes a minute on a busy network filesystem
 _FIX = "set data.samples, the number of training samples, or use keys in steps"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
-from clustertrain.submit import code_snapshot, python_path
 from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.snapshot import code_snapshot, python_path
 
 _DYNAMIC_NAMES = frozenset({"globals", "exec"})  # they define names that the source does not show
 

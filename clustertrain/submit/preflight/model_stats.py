@@ -15,7 +15,7 @@ from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.decide import ModelSplit
-from clustertrain.submit import python_path
+from clustertrain.submit.snapshot import python_path
 
 TIMEOUT_S = 180.0  # importing torch takes a minute on a busy network filesystem
 

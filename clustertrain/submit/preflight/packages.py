@@ -7,7 +7,7 @@ from clustertrain.config.data import DIGITS
 from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.parsing.saved_datasets import is_saved_dataset
 from clustertrain.config.recipe import Recipe
-from clustertrain.submit.job_python import Interpreter
+from clustertrain.submit.program.job_python import Interpreter
 
 
 def check_packages(recipe: Recipe, python: Interpreter) -> None:

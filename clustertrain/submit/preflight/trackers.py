@@ -11,7 +11,7 @@ from clustertrain.config.checkpoint import KEEP_BEST_AUTO
 from clustertrain.config.job import RunSpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
-from clustertrain.submit.job_python import Interpreter
+from clustertrain.submit.program.job_python import Interpreter
 
 
 def check_run_trackers(spec: RunSpec, python: Interpreter) -> list[str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from clustertrain.errors import ConfigError
 from clustertrain.run.shipped_environment import ShippedEnvironment
-from clustertrain.submit import code_snapshot
 from clustertrain.submit.prepared_run import PreparedRun
-from clustertrain.submit.python_words import is_python
+from clustertrain.submit.program.python_words import is_python
 from clustertrain.submit.shipping.environment import PythonEnvironment, find_environment
+from clustertrain.submit.snapshot import code_snapshot
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes done and the total."""

@@ -15,10 +15,10 @@ from clustertrain.config.container import find_registry_image
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.submit import checks
-from clustertrain.submit.command import build_script_spec
-from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.launchers.replace import replace_launcher
 from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.program.command import build_script_spec
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.sysinfo import containers
 

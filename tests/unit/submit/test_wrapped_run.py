@@ -133,7 +133,7 @@ def attempt(ending: str | None) -> Attempt:
 def test_ranks_per_node(
     tmp_path: Path, command: tuple[str, ...], options: dict[str, int], task: StepTask, ranks: int
 ) -> None:
-    from clustertrain.submit.launchers import replace_launcher
+    from clustertrain.submit.launchers.replace import replace_launcher
 
     asked = replace_launcher(replace(request(tmp_path, *command, "train.py", **options), wrapped=True)).request
     completed = complete_request(replace(asked, environ={"SLURM_CPUS_ON_NODE": "33"}), task, JobFacts())

@@ -7,8 +7,8 @@ import pytest
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import UnsuitableEnvironment
-from clustertrain.submit.job_python import Interpreter
 from clustertrain.submit.preflight import packages
+from clustertrain.submit.program.job_python import Interpreter
 
 BASE = Interpreter("/env/bin/python", (3, 12), {"clustertrain": "0.1.0", "msgspec": "", "torch": "2.13.0"})
 UNKNOWN = Interpreter("/elsewhere/python")

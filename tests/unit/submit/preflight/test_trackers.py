@@ -11,8 +11,8 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.tracking import Tracker, TrackingSpec
 from clustertrain.errors import ConfigError
-from clustertrain.submit.job_python import Interpreter
 from clustertrain.submit.preflight import trackers
+from clustertrain.submit.program.job_python import Interpreter
 
 UNKNOWN = Interpreter("/opt/cluster/python")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clustertrain import reading
 from clustertrain.errors import UsageError
-from clustertrain.submit.launch import Launch, note_unused
+from clustertrain.submit.launchers.launch import Launch, note_unused
 from clustertrain.submit.request import SubmitRequest
 
 # Options of deepspeed 0.19 by what becomes of them.

@@ -13,7 +13,7 @@ import msgspec
 from clustertrain import proc, schema
 from clustertrain.errors import CommandFailed, UsageError
 from clustertrain.plan.layout import pluralize
-from clustertrain.submit.launch import Launch, note_unused
+from clustertrain.submit.launchers.launch import Launch, note_unused
 from clustertrain.submit.request import SubmitRequest
 
 _MISSING = re.compile(r"No module named '([\w.]+)'")

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from clustertrain import proc
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UsageError
-from clustertrain.submit import container, python_path
-from clustertrain.submit.python_words import find_python_program, is_python
+from clustertrain.submit import container
+from clustertrain.submit.program.python_words import find_python_program, is_python
+from clustertrain.submit.program.wrappers import MODULE_OPTIONS, find_program
 from clustertrain.submit.request import SubmitRequest
-from clustertrain.submit.wrappers import MODULE_OPTIONS, find_program
+from clustertrain.submit.snapshot import python_path
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 # Options of shells with a value in the next argument.

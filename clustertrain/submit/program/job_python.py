@@ -23,9 +23,9 @@ import clustertrain
 from clustertrain import extras, proc, settings
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import CommandFailed, UnsuitableEnvironment, UsageError
-from clustertrain.submit import inspect_python, session_search
+from clustertrain.submit.program import inspect_python, session_search
+from clustertrain.submit.program.session_search import SessionUse
 from clustertrain.submit.request import SubmitRequest
-from clustertrain.submit.session_search import SessionUse
 
 TIMEOUT_S = 60.0  # for an interpreter on a busy network file system
 MIN_PYTHON = (3, 11)  # as in pyproject.toml

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from clustertrain import proc
-from clustertrain.submit.mpi_launch import MPI
-from clustertrain.submit.python_words import find_python_program, is_python
-from clustertrain.submit.wrappers import MODULE_OPTIONS, WRAPPERS
+from clustertrain.submit.launchers.mpi_launch import MPI
+from clustertrain.submit.program.python_words import find_python_program, is_python
+from clustertrain.submit.program.wrappers import MODULE_OPTIONS, WRAPPERS
 
 OLD_LAUNCH = "torch.distributed.launch"  # passes --local-rank to the script, unless it gets --use-env
 REPLACED = frozenset({"torchrun", "accelerate launch", "deepspeed", "trl"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.launch import Launch, note_unused
+from clustertrain.submit.launchers.launch import Launch, note_unused
 
 # Options of torchrun (torch 2.13) by what becomes of them.
 SIZES = {"nnodes": "nodes", "nproc-per-node": "gpus"}

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path, PurePath
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.command import is_file
-from clustertrain.submit.python_words import is_python
+from clustertrain.submit.program.command import is_file
+from clustertrain.submit.program.python_words import is_python
 from clustertrain.submit.request import SubmitRequest
 
 _MAX_LINE_BYTES = 4096

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.submit import code_snapshot
-from clustertrain.submit.code_snapshot import CodeSnapshot
+from clustertrain.submit.snapshot import code_snapshot
+from clustertrain.submit.snapshot.code_snapshot import CodeSnapshot
 
 
 def git(folder: Path, *argv: str) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path, PurePath
 
 from clustertrain import proc, reading
 from clustertrain.errors import UsageError
-from clustertrain.submit.command import find_shell_script
-from clustertrain.submit.launcher_names import is_program, name_launcher, starts_with_launcher
+from clustertrain.submit.launchers.launcher_names import is_program, name_launcher, starts_with_launcher
+from clustertrain.submit.program.command import find_shell_script
+from clustertrain.submit.program.wrappers import CONTAINER_RUNTIMES, find_program
 from clustertrain.submit.shell.expansion import MARK, Expansions, Scope
 from clustertrain.submit.shell.statements import Command, Statement, split_statements
 from clustertrain.submit.shell.words import Source
-from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, find_program
 
 MAX_SCRIPT_BYTES = reading.MIB // 4
 _MAX_DEPTH = 4  # scripts that start scripts

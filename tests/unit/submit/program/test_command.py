@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.command import build_script_spec
-from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.launchers.replace import replace_launcher
+from clustertrain.submit.program.command import build_script_spec
 from clustertrain.submit.request import SubmitRequest
 
 

@@ -20,8 +20,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from clustertrain.errors import CommandFailed, ConfigError
-from clustertrain.submit import git
-from clustertrain.submit.secret_files import is_likely_secret
+from clustertrain.submit.snapshot import git
+from clustertrain.submit.snapshot.secret_files import is_likely_secret
 
 DEFAULT_LIMIT_MIB = 100
 MAX_FILES = 50_000

@@ -10,8 +10,8 @@ import pytest
 from clustertrain.errors import UsageError
 from clustertrain.submit.adopt.adoption import Adoption, adopt
 from clustertrain.submit.adopt.script_file import check_script
-from clustertrain.submit.hidden_launchers import find_hidden_launcher
-from clustertrain.submit.launchers import replace_launcher
+from clustertrain.submit.launchers.hidden_launchers import find_hidden_launcher
+from clustertrain.submit.launchers.replace import replace_launcher
 from clustertrain.submit.request import SubmitRequest
 
 

@@ -14,18 +14,24 @@ from clustertrain.config import cluster
 from clustertrain.config.parsing.documents import parse_assignment
 from clustertrain.errors import UsageError
 from clustertrain.submit import container
-from clustertrain.submit.accelerate_launch import read_accelerate
-from clustertrain.submit.deepspeed_launch import read_deepspeed
-from clustertrain.submit.hidden_launchers import HiddenLauncher, find_hidden_launcher
-from clustertrain.submit.launch import Launch
-from clustertrain.submit.launcher_names import OLD_LAUNCH, OTHERS, name_launcher, split_launcher, starts_with_launcher
-from clustertrain.submit.launcher_python import find_python, name_python
-from clustertrain.submit.mpi_launch import MPI, MpiLaunch, parse_mpi
-from clustertrain.submit.python_words import find_python_program, is_python
+from clustertrain.submit.launchers.accelerate_launch import read_accelerate
+from clustertrain.submit.launchers.deepspeed_launch import read_deepspeed
+from clustertrain.submit.launchers.hidden_launchers import HiddenLauncher, find_hidden_launcher
+from clustertrain.submit.launchers.launch import Launch
+from clustertrain.submit.launchers.launcher_names import (
+    OLD_LAUNCH,
+    OTHERS,
+    name_launcher,
+    split_launcher,
+    starts_with_launcher,
+)
+from clustertrain.submit.launchers.launcher_python import find_python, name_python
+from clustertrain.submit.launchers.mpi_launch import MPI, MpiLaunch, parse_mpi
+from clustertrain.submit.launchers.torchrun_launch import SIZES, read_torchrun
+from clustertrain.submit.program.python_words import find_python_program, is_python
+from clustertrain.submit.program.wrappers import CONTAINER_RUNTIMES, MODULE_OPTIONS, InnerProgram, find_program
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.resolve import count_gpus
-from clustertrain.submit.torchrun_launch import SIZES, read_torchrun
-from clustertrain.submit.wrappers import CONTAINER_RUNTIMES, MODULE_OPTIONS, InnerProgram, find_program
 
 ACCELERATE_SETTINGS = (
     "name the script itself after --, and give the settings of its configuration with --env: "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.submit import session_search
+from clustertrain.submit.program import session_search
 
 USES = "from clustertrain import session\n"
 

@@ -13,9 +13,9 @@ import pytest
 import clustertrain
 from clustertrain.config.job import ScriptSpec
 from clustertrain.errors import UsageError
-from clustertrain.submit import inspect_python, job_python
-from clustertrain.submit.command import build_script_spec
-from clustertrain.submit.job_python import JobPython
+from clustertrain.submit.program import inspect_python, job_python
+from clustertrain.submit.program.command import build_script_spec
+from clustertrain.submit.program.job_python import JobPython
 from clustertrain.submit.request import SubmitRequest
 
 VERSION = clustertrain.__version__

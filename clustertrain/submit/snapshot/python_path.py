@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain.errors import ConfigError
-from clustertrain.submit import code_snapshot
+from clustertrain.submit.snapshot import code_snapshot
 
 
 def list_search_folders(folders: Iterable[Path]) -> list[Path]:

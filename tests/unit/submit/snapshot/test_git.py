@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import CommandFailed
-from clustertrain.submit import code_snapshot, git, provenance
+from clustertrain.submit import provenance
+from clustertrain.submit.snapshot import code_snapshot, git
 
 
 def run_git(folder: Path, *argv: str) -> None:

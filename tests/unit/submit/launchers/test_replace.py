@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.submit import launchers
-from clustertrain.submit.launchers import Translation, replace_launcher
+from clustertrain.submit.launchers import replace as launchers
+from clustertrain.submit.launchers.replace import Translation, replace_launcher
 from clustertrain.submit.request import SubmitRequest
 
 

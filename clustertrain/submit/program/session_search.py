@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import reading
-from clustertrain.submit import python_path
+from clustertrain.submit.snapshot import python_path
 
 _WORD = "clustertrain"
 # What works in a command, without a session.

@@ -1,0 +1,1 @@
+"""The user's program: its command line, its file or module, and its Python."""

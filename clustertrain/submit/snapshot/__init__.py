@@ -1,0 +1,1 @@
+"""The copy of the user's code that a run executes."""
