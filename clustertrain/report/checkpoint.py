@@ -126,9 +126,7 @@ def render_diff(comparison: CheckpointDiff, *, show_all: bool) -> RenderableType
             parts += _remainder_line(names, show_all)
     for title, values in (("values", comparison.values), ("save metadata", comparison.saved)):
         if values:
-            rows = [
-                (v.name.replace("/__tuple__", ""), *_format_sides(v, show_all)) for v in _truncate(values, show_all)
-            ]
+            rows = [(v.name, *_format_sides(v, show_all)) for v in _truncate(values, show_all)]
             parts += [Text(), _table(title, rows), *_remainder_line(values, show_all)]
     if not comparison.ranks_compared:
         parts += [Text(), Text("Per-rank state is not compared: different numbers of ranks saved the checkpoints.")]

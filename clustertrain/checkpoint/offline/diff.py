@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -67,7 +69,7 @@ class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A value, other than a tensor, that differs or exists on one side only."""
 
     name: str
-    """Path of the value, with a slash between keys."""
+    """Path of the value, with a slash between keys. A key that is not text is as Python writes it."""
     only: Literal["a", "b"] | None = None
     """The side that has the value, ``a`` or ``b``; null if both have it."""
     a: Any = None
@@ -212,18 +214,47 @@ def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
 
 
 def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for each value that is not a tensor. A list of plain values counts as one value."""
+    """Yield (path, value) for each value that is not a tensor. A list of plain values counts as one value.
+
+    The tags of types that JSON lacks are part of the path, so that a list and a tuple are not the same.
+    """
     if isinstance(value, dict) and json_tags.TENSOR in value:
         return
     inner: dict[str, Any] = {}
-    if isinstance(value, dict) and not _is_number(value):
-        inner = value
+    if _is_map(value):
+        # By key: the order of a dictionary is not state, as for one whose keys are text.
+        inner = {f"{json_tags.MAP}/{_format_key(key)}": child for key, child in value[json_tags.MAP]}
+        inner = inner or {json_tags.MAP: {}}
+    elif isinstance(value, dict) and not _is_number(value):
+        inner = {key: child for key, child in value.items() if key != json_tags.ARRAY}  # a tensor, compared as one
     elif isinstance(value, list) and any(isinstance(v, (dict, list)) and not _is_number(v) for v in value):
         inner = {str(i): v for i, v in enumerate(value)}
     if not inner:
         yield name, value
     for key, child in inner.items():
         yield from _iter_leaves(child, f"{name}/{key}" if name else key)
+
+
+def _is_map(value: Any) -> bool:
+    """Return whether a value is a dictionary with keys that JSON lacks, as a list of pairs."""
+    pairs = value.get(json_tags.MAP) if isinstance(value, dict) else None
+    return isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+
+
+def _format_key(key: Any) -> str:
+    """Return the key of a map, which may be any plain value, as Python writes it."""
+    if _is_number(key):
+        return str(_readable(key))
+    if isinstance(key, dict) and isinstance(items := key.get(json_tags.TUPLE), list):
+        return f"({', '.join(map(_format_key, items))}{',' if len(items) == 1 else ''})"
+    if isinstance(key, dict) and isinstance(text := key.get(json_tags.BYTES), str):
+        with contextlib.suppress(ValueError):  # not base64: damaged
+            return repr(base64.b64decode(text))
+    return repr(key)
+
+
+def _remove_tags(path: str) -> str:
+    return "/".join(part for part in path.split("/") if part not in json_tags.ALL)
 
 
 def _is_number(value: Any) -> bool:
@@ -239,14 +270,15 @@ def _readable(value: Any) -> Any:
 
 
 def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
-    for name in sorted(a.keys() | b.keys()):
-        if name not in b:
-            yield ValueDiff(name=name, only="a", a=_readable(a[name]))
-        elif name not in a:
-            yield ValueDiff(name=name, only="b", b=_readable(b[name]))
+    for path in sorted(a.keys() | b.keys()):
+        name = _remove_tags(path)
+        if path not in b:
+            yield ValueDiff(name=name, only="a", a=_readable(a[path]))
+        elif path not in a:
+            yield ValueDiff(name=name, only="b", b=_readable(b[path]))
         # Compare the text, because Python considers 1, 1.0 and True equal.
-        elif repr(a[name]) != repr(b[name]):
-            in_a, in_b = _readable(a[name]), _readable(b[name])
+        elif repr(a[path]) != repr(b[path]):
+            in_a, in_b = _readable(a[path]), _readable(b[path])
             if repr(in_a) == repr(in_b):  # a number and its text
-                in_a, in_b = a[name], b[name]
+                in_a, in_b = a[path], b[path]
             yield ValueDiff(name=name, a=in_a, b=in_b)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,7 +168,15 @@ def test_missing_tensors_and_changed_forms(tmp_path: Path) -> None:
         ({}, {"x": {}}, [("s/x", "b", None, {})]),
         ({"x": [1, 2, 3]}, {"x": [1, 2]}, [("s/x", None, [1, 2, 3], [1, 2])]),
         ({"x": [{"y": 1}, {"y": 2}]}, {"x": [{"y": 1}, {"y": 3}]}, [("s/x/1/y", None, 2, 3)]),
-        ({"x": (1, 2)}, {"x": (1, 3)}, [("s/x/__tuple__", None, [1, 2], [1, 3])]),
+        ({"x": (1, 2)}, {"x": (1, 3)}, [("s/x", None, [1, 2], [1, 3])]),
+        ({"x": [1]}, {"x": (1,)}, [("s/x", "a", [1], None), ("s/x", "b", None, [1])]),
+        ({"x": {0: {"y": 1}, 1: 5}}, {"x": {1: 5, 0: {"y": 2}}}, [("s/x/0/y", None, 1, 2)]),
+        (
+            {"x": {(0, "k"): 1, "1": 1, 1: 1, b"z": 1}},
+            {"x": {(0, "k"): 2, "1": 2, 1: 2, b"z": 2}},
+            [(f"s/x/{key}", None, 1, 2) for key in ("'1'", "(0, 'k')", "1", "b'z'")],
+        ),
+        ({"x": np.ones(2)}, {"x": np.ones(2, np.int64)}, [("s/x/dtype", None, "<f8", "<i8")]),
         ({"x": b"1"}, {"x": b"1"}, []),
         ({"x": "1"}, {"x": 1}, [("s/x", None, "1", 1)]),
     ],
@@ -179,6 +188,10 @@ def test_missing_tensors_and_changed_forms(tmp_path: Path) -> None:
         "list lengths",
         "nested list",
         "tuples",
+        "list and tuple",
+        "maps",
+        "keys that are not text",
+        "arrays",
         "equal bytes",
         "string and int",
     ],
