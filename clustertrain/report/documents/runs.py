@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the run. A value that is not known, or not yet, is null."""
+    """One start of the run."""
 
     n: int
     """Number of the attempt, from 1."""
@@ -33,19 +33,19 @@ class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """How the attempt ended; `running`, or `unknown` if nothing recorded it."""
     reason: str | None
-    """Why it ended so."""
+    """Why it ended so; null while it runs, or if nothing recorded it."""
     nodes: tuple[str, ...]
     """Names of its nodes."""
     start: float | None
-    """When it started."""
+    """When it started; null if that is not recorded."""
     end: float | None
-    """When it ended."""
+    """When it ended; null while it runs, or if nothing recorded it."""
     first_step: int | None
-    """Steps completed after its first step."""
+    """Steps completed after its first step; null before that."""
     last_step: int | None
-    """The newest step that is known to be complete."""
+    """The newest step that is known to be complete; null before the first one."""
     committed_step: int | None
-    """Step of the newest checkpoint that it committed."""
+    """Step of the newest checkpoint that it committed; null before the first one."""
     roll_backs: int
     """Returns to an earlier checkpoint because training went wrong."""
     requeued: str | None
@@ -55,12 +55,12 @@ class AttemptEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. A value that is not known, or not yet, is null."""
+    """One run."""
 
     run: str
     """Id of the run."""
     job_id: str | None
-    """The newest job: Slurm's id, or one that starts with `local-`."""
+    """The newest job: Slurm's id, or one that starts with `local-`; null if its submission was interrupted."""
     name: str
     """Name of the job; without one, the id of the run."""
     user: str
@@ -70,11 +70,11 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`pending`, `running`, `requeued`, `completed`, `failed` or `cancelled`."""
     step: int | None
-    """Completed optimizer steps."""
+    """Completed optimizer steps; null before the first one, and for a program that reports none."""
     total_steps: int | None
     """Optimizer steps to complete; null for a script that has not said it."""
     submitted: float | None
-    """When it was submitted."""
+    """When it was submitted; null if that is not recorded."""
     nodes: int
     """Number of nodes."""
     gpus_per_node: int
@@ -82,36 +82,36 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     """GPUs of all nodes; on the CPU, ranks."""
     loss: float | None
-    """Newest loss."""
+    """Newest loss; null if the run has logged none."""
     step_s: float | None
-    """Recent time per step, seconds."""
+    """Recent time per step, seconds; null before it has been measured."""
     tokens_per_s: float | None
-    """Recent tokens per second of all ranks."""
+    """Recent tokens per second of all ranks; null before they have been measured, and for data without tokens."""
     since_step_s: float | None
-    """Time since the last logged step of a running run, seconds."""
+    """Time since the last logged step, seconds; null unless the run is running and has logged one."""
     eta_s: float | None
-    """Time for the remaining steps at the recent rate, with checkpoints and evaluations, seconds; only of a running
-    run."""
+    """Time for the remaining steps at the recent rate, with checkpoints and evaluations, seconds; null unless the run
+    is running and `total_steps` and `step_s` are known."""
     checkpoint_step: int | None
-    """Step of the newest committed checkpoint."""
+    """Step of the newest committed checkpoint; null without one, and for checkpoints of a program."""
     checkpoint_t: float | None
-    """When it was committed."""
+    """When the newest checkpoint was committed; null without one."""
     failure: Failure | None
-    """Why the last attempt failed."""
+    """Why the last attempt failed; null if it did not, or if no rank left a reason."""
     alerts: tuple[ActiveAlert, ...]
     """Alerts of a running run that are not cleared, the most severe first."""
     pending_reason: str | None
-    """Why the job waits, in the scheduler's words."""
+    """Why the job waits, in the scheduler's words; null unless it is in the queue."""
     start_estimate: float | None
-    """When the scheduler expects to start the job."""
+    """When the scheduler expects to start the job; null unless it is in the queue and has an estimate."""
     scheduler_error: str | None
-    """Why the scheduler did not answer."""
+    """Why the scheduler did not answer; null if it did, or did not have to."""
     cancelling: bool
     """The run was cancelled, and its job has not ended yet."""
     undecided_reason: str | None
-    """How the run ended, if nothing decided whether it continues."""
+    """How the run ended, if nothing decided whether it continues; otherwise null."""
     continue_command: str | None
-    """The command that continues a run that ended so, or whose job is held."""
+    """The command that continues a run that ended so, or whose job is held; otherwise null."""
     attempts: tuple[AttemptEntry, ...]
     """All starts, oldest first."""
     skipped_steps: int
@@ -127,7 +127,7 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     """The folder with all files of the run."""
     log: str | None
-    """Log of rank 0 in the newest attempt that has one; before that, of the job."""
+    """Log of rank 0 in the newest attempt that has one; before that, of the job; null before both."""
 
 
 class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from clustertrain.scheduler.run_status import RunStatus
 
 
 class RunStatusDocument(RunEntry, frozen=True, kw_only=True):
-    """The status of one run. A value that is not known, or not yet, is null."""
+    """The status of one run."""
 
     prediction: PlanAccuracy
     """What the plan predicted, beside what was measured."""

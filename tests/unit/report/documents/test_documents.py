@@ -64,6 +64,19 @@ def _iter_descriptions(node: Any, where: str) -> Iterator[tuple[str, str]]:
             yield from _iter_descriptions(inner, where)
 
 
+def test_nullable_keys_say_when_they_are_null() -> None:
+    """In their own description or, where it is the same for all keys, in that of their object."""
+    unclear: set[str] = set()
+    for name in DOCUMENTS:
+        document = build_schema(name)
+        for title, definition in {name: document, **document.get("$defs", {})}.items():
+            for key, value in definition.get("properties", {}).items():
+                texts = f"{value.get('description')} {definition.get('description')}".lower()
+                if '"null"' in json.dumps(value) and "null" not in texts and "unset:" not in texts:
+                    unclear.add(f"{title}.{key}")
+    assert not unclear
+
+
 def test_every_document_is_printed_by_a_command_and_every_other_is_refused() -> None:
     printed = set(re.findall(r'print_json(?:_line)?\(\s*"([a-z-]+)"', CLI))
     assert printed == set(DOCUMENTS)
