@@ -27,7 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## the main job on this machine: train, be preempted, requeue, resume, finish, report
 	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" $(BIN)/clustertrain demo
 
-FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
+# Every worker imports the test files of the folders. Those that are missing have no quick tests (tests/conftest.py).
+FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long' \
+  tests/unit tests/harness tests/cuda_emulation
 # More at once would slow each other down on two cores. Each test goes to whichever worker is free: tests/conftest.py.
 SLOW = -n 2 --dist loadgroup -m '(ranks or long) and not slurm and not gpu and not emulated $(TIER)'
 # Ranks on few cores wake each other at every collective, and by default the kernel switches to the woken one at once.

@@ -42,6 +42,9 @@ WHOLE_FILES = frozenset(
     }
 )
 
+# `make test-fast` does not collect these folders.
+WITHOUT_QUICK_TESTS = ("tests/browser/", "tests/gpu/", "tests/ranks/", "tests/slurm/")
+SLOW_MARKERS = ("ranks", "slurm", "gpu", "long")
 MAX_ID_LENGTH = 60
 NO_EMULATION = pytest.StashKey[str]()
 """Why ``--device cuda`` cannot have the emulated device on this machine."""
@@ -74,6 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_extended(item.nodeid):
             item.add_marker("extended")
+        if item.nodeid.startswith(WITHOUT_QUICK_TESTS) and not any(map(item.get_closest_marker, SLOW_MARKERS)):
+            raise pytest.UsageError(f"{item.nodeid}: no target of make runs it; mark it ranks, slurm, gpu or long")
     if config.getoption("--device") == "cuda":
         for item in items:
             reason = config.stash.get(NO_EMULATION, None) or unsupported.reason(item.nodeid)

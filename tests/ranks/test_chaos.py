@@ -13,6 +13,7 @@ from tests.harness.parity.measure import one_thread
 PLANS = [plan_of("317", number) for number in range(3)]
 
 
+@pytest.mark.long
 def test_rounds_cover_all_kinds_of_faults() -> None:
     """If this fails because the set of faults has changed, choose another seed."""
     assert {f.kind for p in PLANS for f in p.faults} >= KINDS - {"local damage"}

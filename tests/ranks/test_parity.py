@@ -10,6 +10,7 @@ from tests.harness.parity.cells import FEW_STEPS, LAYOUTS, STEPS, Cell, covering
 from tests.harness.parity.measure import run
 
 
+@pytest.mark.long
 def test_subset_covers_layouts_and_pairs_of_factors() -> None:
     assert {c.layout for c in covering() if c.precision == "fp32"} == set(LAYOUTS)
     assert pairs(covering()) == pairs(table())

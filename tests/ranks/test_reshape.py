@@ -8,6 +8,7 @@ from tests.harness.reshape.cells import LAYOUTS, SOURCES, Cell, covering, table
 from tests.harness.reshape.measure import Outcome, by_ranks, sources, targets
 
 
+@pytest.mark.long
 def test_subset_covers_kinds_of_changes() -> None:
     cells = covering()
     assert set(cells) <= set(table())

@@ -86,7 +86,13 @@ def test_wrong_options_are_usage_errors(env: dict[str, str], argv: list[str]) ->
     assert "Try 'clustertrain" in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["status", "wait", "cancel", "requeue", "logs", "telemetry", "checkpoint list"])
+def _long(*cases: object) -> list[object]:
+    return [pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "verb", ["status", *_long("wait", "cancel", "requeue", "logs", "telemetry", "checkpoint list")]
+)
 def test_unknown_run_exits_with_1(env: dict[str, str], verb: str) -> None:
     done = _run(env, *verb.split(), "no-such-run")
     assert done.returncode == 1
@@ -117,7 +123,7 @@ def test_missing_slurm_exits_with_78(env: dict[str, str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["list"], ["plan"], ["plan", "--json"], ["submit", "--dry-run"]])
+@pytest.mark.parametrize("argv", [["list"], *_long(["--help"], ["plan"], ["plan", "--json"], ["submit", "--dry-run"])])
 def test_reader_that_has_exited_causes_no_message(env: dict[str, str], argv: list[str]) -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)

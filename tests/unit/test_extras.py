@@ -45,6 +45,7 @@ def test_oldest_torch_is_that_of_the_extra() -> None:
     assert PROJECT["optional-dependencies"]["train"] == [f"torch>={'.'.join(map(str, extras.MIN_TORCH))}"]
 
 
+@pytest.mark.long
 def test_imports_of_extras_follow_a_check() -> None:
     for path in (ROOT / "clustertrain").rglob("*.py"):
         name = str(path.relative_to(ROOT / "clustertrain"))

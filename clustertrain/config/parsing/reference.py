@@ -119,13 +119,13 @@ def _checked_names(node: ast.AST, loop_names: list[str], fields: set[str]) -> li
     return sorted((texts | attributes) & fields) or loop_names
 
 
-def _checks(struct: StructType) -> Iterator[tuple[str, str]]:
-    """Yield (field, allowed values) for the comparisons and range checks in ``__post_init__``."""
+@functools.cache
+def _checks(struct: StructType) -> list[tuple[str, str]]:
+    """Return (field, allowed values) for the comparisons and range checks in ``__post_init__``."""
     fields = set(struct.__struct_fields__)
     methods = [n for n in class_node(struct).body if isinstance(n, ast.FunctionDef) and n.name == "__post_init__"]
     methods += [n for n in class_node(struct).body if isinstance(n, ast.FunctionDef) and n.name.startswith("_check")]
-    for method in methods:
-        yield from _checks_in(method, [], fields)
+    return [check for method in methods for check in _checks_in(method, [], fields)]
 
 
 def _checks_in(node: ast.AST, loop_names: list[str], fields: set[str]) -> Iterator[tuple[str, str]]:

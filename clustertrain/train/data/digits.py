@@ -5,6 +5,7 @@ Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,18 @@ _MAX_PIXEL = 16
 def _load_digits() -> tuple[Any, Any]:
     """Return (images (1797, 8, 8) with values 0 to 16, classes)."""
     extras.require("sklearn.datasets", f"data.path = {DIGITS!r}")
+    return _read_digits()
+
+
+@functools.cache
+def _read_digits() -> tuple[Any, Any]:
+    # The training and the validation data set share the arrays, so nothing may change them.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    return digits.images.astype(np.uint8), digits.target
+    images, classes = digits.images.astype(np.uint8), digits.target
+    images.flags.writeable = classes.flags.writeable = False
+    return images, classes
 
 
 class DigitImages(LabelSlices):

@@ -44,6 +44,7 @@ def fake_ip(folder: Path, address: str, route: str) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.mark.long
 def test_settings_come_from_the_node_unless_already_set(nvml_stub: Stub, tmp_path: Path) -> None:  # noqa: F811
     node = expand("hgx-h200-roce", tmp_path / "node")
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 bus 1b\ndevice 0 nvlinks 18\ndevice 0 nvlinks_active 17\n")

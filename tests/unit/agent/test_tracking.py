@@ -119,6 +119,7 @@ def test_without_trackers_there_is_no_process(tmp_path: Path) -> None:
     log.close()
 
 
+@pytest.mark.long
 def test_process_that_fails_is_reported_and_not_restarted(run: RunDir, process: TrackingProcess) -> None:
     run.tracking.write_text("in the way")
     process.start()

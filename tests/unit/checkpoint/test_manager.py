@@ -353,7 +353,8 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
     return changes
 
 
-@pytest.mark.parametrize("same_step", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("same_step", [False, True])
 def test_kill_at_any_disk_change_leaves_a_valid_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool
 ) -> None:
@@ -440,6 +441,7 @@ def test_checkpoint_is_group_readable_if_the_run_is(manager: CheckpointManager, 
     assert [stat.S_IMODE(p.stat().st_mode) for p in (root, folder)] == [0o750, 0o750]
 
 
+@pytest.mark.long
 def test_checkpoint_command_does_not_import_torch() -> None:
     code = "import sys, clustertrain.cli.checkpoint; sys.exit('torch' in sys.modules)"
     from clustertrain import proc

@@ -51,6 +51,7 @@ def new_script_run(home: Path, name: str, *, ended: bool = True) -> RunDir:
     return run
 
 
+@pytest.mark.long
 def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_script_run(tmp_path, "script-abc234")
     shown = run_cli("status", run.id)

@@ -52,6 +52,7 @@ def test_since_refuses_other_text(text: str) -> None:
         parse_since(text)
 
 
+@pytest.mark.long
 def test_command_imports_no_heavy_packages() -> None:
     program = (
         "import sys, clustertrain.cli.telemetry as t\n"

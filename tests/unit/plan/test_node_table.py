@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,13 +14,7 @@ from clustertrain.config.node_facts import NodeFacts, parse_cpu_list
 from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import plan
-from clustertrain.sysinfo.node import read_node
-from tests.fixtures.nodes.expand import KINDS, expand
-
-
-def facts(kind: str, root: Path) -> NodeFacts:
-    node = expand(kind, root)
-    return read_node(node.root, node.ip, node.gpus, {})
+from tests.fixtures.nodes.expand import KINDS, facts_of
 
 
 def profile(node_facts: NodeFacts) -> ClusterProfile:
@@ -30,13 +23,13 @@ def profile(node_facts: NodeFacts) -> ClusterProfile:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_node_facts_survive_profile(kind: str, tmp_path: Path) -> None:
-    node_facts = facts(kind, tmp_path)
+def test_node_facts_survive_profile(kind: str) -> None:
+    node_facts = facts_of(kind)
     assert profile(node_facts).node == node_facts
 
 
-def test_plan_selects_ports_for_several_nodes(tmp_path: Path) -> None:
-    cluster = profile(facts("dgx-h100", tmp_path))
+def test_plan_selects_ports_for_several_nodes() -> None:
+    cluster = profile(facts_of("dgx-h100"))
 
     def network_settings(**job: object) -> set[str]:
         result = plan(RunSpec(job=JobSpec(**{"nodes": 2, "gpus": 8, "backend": "slurm", **job})), cluster, "cuda")  # type: ignore[arg-type]

@@ -199,6 +199,7 @@ print("alive", forked.exitcode, started.wait())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop_signal", ["USR1", "none"])
 def test_program_with_another_stop_signal_survives_sigterm_and_can_end_its_children(
     tmp_path: Path, stop_signal: str

@@ -53,6 +53,7 @@ def _event_name(arg: ast.expr) -> str | None:
     return arg.value if is_name else None  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_every_written_event_and_field_has_a_schema() -> None:
     writes = list(find_writes())
     unknown = [(place, name) for place, name, _ in writes if name not in event_types.EVENTS]

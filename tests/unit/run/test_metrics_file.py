@@ -75,6 +75,7 @@ def test_sample_is_spread_over_the_whole_long_file(tmp_path: Path, monkeypatch: 
 
 
 # Longer than the window at the end of a file, than one window of rows, and than several.
+@pytest.mark.long
 @pytest.mark.parametrize("long", [4_300, 20_000, 70_000])
 def test_rows_longer_than_a_window_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int) -> None:
     path = tmp_path / "rows.jsonl"

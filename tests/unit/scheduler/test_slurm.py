@@ -197,6 +197,7 @@ def test_only_known_messages_count_as_a_refusal(
             SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
 
 
+@pytest.mark.long
 def test_restart_finds_a_job_submitted_without_an_answer(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs")
     others = f"13|/elsewhere|\n12|{run.path}|\n11|{run.path}|\n"

@@ -98,6 +98,7 @@ def wrap(env: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.long
 def test_outside_a_step(tmp_path: Path) -> None:
     """In a batch script of one node, wrap starts srun; elsewhere it says what to do."""
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@" "[$SLURM_GPUS_PER_TASK]"\n')

@@ -297,6 +297,7 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(TEXTS)
 def test_arbitrary_text_raises_only_errors_for_the_user(text: str) -> None:
     try:

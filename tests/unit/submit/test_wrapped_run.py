@@ -52,6 +52,7 @@ def end_attempt(run: Any, n: int, ending: str) -> None:
     log.close()
 
 
+@pytest.mark.long
 def test_run_is_created_with_the_sizes_of_the_step_and_found_after_the_requeue(
     fake_slurm: FakeSlurm, tmp_path: Path
 ) -> None:

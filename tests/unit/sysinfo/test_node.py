@@ -9,13 +9,7 @@ import pytest
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.sysinfo.network import IpOutput
 from clustertrain.sysinfo.node import read_node
-from tests.fixtures.nodes.expand import KINDS, Tree, expand
-
-
-def read_facts(kind: str, root: Path) -> NodeFacts:
-    node = expand(kind, root)
-    return read_node(node.root, node.ip, node.gpus, {})
-
+from tests.fixtures.nodes.expand import KINDS, Tree, expand, facts_of
 
 # hcas, efa, GPUs; sockets, cores, threads; NUMA nodes with CPUs; NUMA nodes of the GPUs
 COUNTS = {
@@ -35,8 +29,8 @@ def test_counts_cover_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_each_kind_is_read_completely(kind: str, tmp_path: Path) -> None:
-    facts = read_facts(kind, tmp_path)
+def test_each_kind_is_read_completely(kind: str) -> None:
+    facts = facts_of(kind)
     numa = [n.index for n in facts.cpus.numa_nodes]
     cpus = facts.cpus
     counts = (len(facts.hcas), len(facts.efa), len(facts.gpus), cpus.sockets, cpus.cores, cpus.threads)
@@ -44,8 +38,8 @@ def test_each_kind_is_read_completely(kind: str, tmp_path: Path) -> None:
     assert facts.read_errors == ()
 
 
-def test_kinds_and_states_of_interfaces(tmp_path: Path) -> None:
-    interfaces = {i.name: i for i in read_facts("dgx-h100", tmp_path).interfaces}
+def test_kinds_and_states_of_interfaces() -> None:
+    interfaces = {i.name: i for i in facts_of("dgx-h100").interfaces}
     assert {n: i.kind for n, i in interfaces.items() if i.kind != "ethernet" and not n.startswith("ibp")} == {
         "bond0": "bond", "docker0": "virtual", "enx72d1a0e1f2c3": "usb", "lo": "loopback",
     }  # fmt: skip
@@ -56,14 +50,14 @@ def test_kinds_and_states_of_interfaces(tmp_path: Path) -> None:
     assert (bond.addresses, bond.speed_gbit, bond.default_route) == (("10.150.0.21/21",), 400, True)
 
 
-def test_rdma_rate_is_the_speed_of_its_interface(tmp_path: Path) -> None:
-    interfaces = {i.name: i for i in read_facts("dgx-a100", tmp_path).interfaces}
+def test_rdma_rate_is_the_speed_of_its_interface() -> None:
+    interfaces = {i.name: i for i in facts_of("dgx-a100").interfaces}
     assert interfaces["ibp12s0"].speed_gbit == 200  # IPoIB of older kernels reports none
-    assert {i.name: i.speed_gbit for i in read_facts("pcie-a100", tmp_path / "2").interfaces}["ens5f1np1"] == 40
+    assert {i.name: i.speed_gbit for i in facts_of("pcie-a100").interfaces}["ens5f1np1"] == 40
 
 
-def test_link_local_addresses_are_ignored(tmp_path: Path) -> None:
-    interfaces = {i.name: i for i in read_facts("cpu-only", tmp_path).interfaces}
+def test_link_local_addresses_are_ignored() -> None:
+    interfaces = {i.name: i for i in facts_of("cpu-only").interfaces}
     assert interfaces["ens2f0"].addresses == () and interfaces["ens2f0.40"].kind == "vlan"
 
 
@@ -78,12 +72,12 @@ def test_bridge_over_a_physical_port_is_not_virtual(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_ports_of_rdma_devices(tmp_path: Path) -> None:
-    first, *_, last = read_facts("hgx-h200-roce", tmp_path).hcas
+def test_ports_of_rdma_devices() -> None:
+    first, *_, last = facts_of("hgx-h200-roce").hcas
     assert (first.name, first.state, first.link_layer, first.rate_gbit) == ("mlx5_0", "active", "Ethernet", 400)
     assert (first.netdev, first.numa_node, first.roce_v2_ipv4_gid_index) == ("rail0", 0, 3)
     assert (last.name, last.rate_gbit, last.pci_address) == ("mlx5_8", 200, "0000:2a:00.0")
-    assert read_facts("dgx-h100", tmp_path / "2").hcas[0].roce_v2_ipv4_gid_index is None  # InfiniBand has none
+    assert facts_of("dgx-h100").hcas[0].roce_v2_ipv4_gid_index is None  # InfiniBand has none
 
 
 def test_two_routable_gids_are_ambiguous(tmp_path: Path) -> None:
@@ -101,7 +95,8 @@ def test_two_routable_gids_are_ambiguous(tmp_path: Path) -> None:
 
 
 def test_libraries_are_found_in_known_folders_and_library_path(tmp_path: Path) -> None:
-    facts = read_facts("p5", tmp_path)
+    expand("p5", tmp_path)
+    facts = read_node(tmp_path, IpOutput(), environ={})
     assert facts.libfabric == "/opt/amazon/efa/lib/libfabric.so.1"
     assert facts.aws_ofi_nccl == "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net-ofi.so"
     user_folder = tmp_path / "home/me/lib"

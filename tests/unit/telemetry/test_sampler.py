@@ -68,6 +68,7 @@ def sampling(folder: Path, env: dict[str, str], *arguments: Path) -> Iterator[Ch
             process.kill()
 
 
+@pytest.mark.long
 def test_every_allocated_gpu_is_sampled(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n device 2 uuid GPU-of-another-job")
     with sampling(tmp_path / "t", nvml_stub.environ(SLURM_STEP_GPUS="0,1")) as child:
@@ -104,6 +105,7 @@ def test_two_samples_are_never_at_the_same_time(tick: int, sampled: float, now: 
     assert next_tick(tick, sampled, now) == following
 
 
+@pytest.mark.long
 def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "beats").mkdir()
@@ -123,6 +125,7 @@ def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
     assert heartbeat.TRAIN in segment.totals()["gpu1.utilization"].by_phase
 
 
+@pytest.mark.long
 def test_lost_gpu_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
@@ -141,6 +144,7 @@ def test_lost_gpu_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     assert segment.reasons()["gpu1.power_w"].startswith("GPU_IS_LOST")
 
 
+@pytest.mark.long
 def test_driver_error_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
@@ -151,6 +155,7 @@ def test_driver_error_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     assert (event["event"], event["uuid"], event["kind"], event["xid"]) == ("gpu_event", "GPU-b", "xid", 79)
 
 
+@pytest.mark.long
 def test_reason_is_written_only_on_change(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetPowerUsage 3")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
@@ -161,6 +166,7 @@ def test_reason_is_written_only_on_change(nvml_stub: Stub, tmp_path: Path) -> No
     assert [(r.column, str(r.reason).partition(":")[0]) for r in reasons] == [("gpu0.power_w", "NOT_SUPPORTED")]
 
 
+@pytest.mark.long
 def test_lost_nvml_is_reopened(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
@@ -186,6 +192,7 @@ def test_host_is_sampled_without_nvml(nvml_stub: Stub, tmp_path: Path) -> None:
     assert np.isfinite(segment.samples(SLOW).values["host.load1"]).all()
 
 
+@pytest.mark.long
 def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
     """Every call about a device returns NOT_SUPPORTED, but devices are listed."""
     names = (
@@ -211,6 +218,7 @@ def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
         assert segment.reasons()[f"gpu0.{field}"].startswith("NOT_SUPPORTED"), field
 
 
+@pytest.mark.long
 def test_killed_sampler_leaves_readable_file(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
@@ -236,6 +244,7 @@ def test_two_agents_have_separate_segments(nvml_stub: Stub, tmp_path: Path) -> N
     assert len(find_overlapping(segments)) == 1
 
 
+@pytest.mark.long
 def test_unwritable_folder_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "file").write_text("a file in place of a folder")
@@ -312,6 +321,7 @@ def test_stop_without_start(tmp_path: Path) -> None:
     assert Sampler(tmp_path, "n", {}).stop()
 
 
+@pytest.mark.long
 def test_node_with_fewer_ranks_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     result = subprocess.run(

@@ -198,6 +198,7 @@ def test_rows_of_ended_runs_are_there_at_the_next_start(home: Path, monkeypatch:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("computes_details")
 def test_details_come_from_a_child_process_and_are_kept(home: Path) -> None:
     run = ui_home.make_run(home, NOW, Made("lm", steps=60, total=60, rows=60, samples=30, gpus=2, idle_gpus=1))
     table = RunsTable()

@@ -80,6 +80,7 @@ def test_payloads_of_every_size_arrive(size: int) -> None:
         assert waits[0]() == payload + payload[1:]
 
 
+@pytest.mark.long
 def test_operations_in_flight_keep_their_order() -> None:
     with connect(9) as groups:
         waits = [[group.reduce(bytes([n]), b"".join) for n in range(50)] for group in groups]

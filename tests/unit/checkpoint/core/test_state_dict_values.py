@@ -77,6 +77,7 @@ def test_invalid_unicode_is_refused_with_its_path(tmp_path: Path) -> None:
         manager.save(1, {"note": "\ud800"})
 
 
+@pytest.mark.long
 def test_finished_part_is_not_written_again(tmp_path: Path) -> None:
     """The writer dies after its done file but before reporting it: rank 0 may already be reading the part."""
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))

@@ -115,6 +115,7 @@ def test_older_save_does_not_replace_newer_of_same_step(run: RunDir, monkeypatch
     assert manager_of(run, 2).restore(restored) and float(restored["weights"][0]) == 2.0
 
 
+@pytest.mark.long
 def test_writer_process_of_superseded_attempt_cannot_commit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops in the middle of a commit, as on a node that hangs, and continues after a newer attempt has saved."""
     monkeypatch.setenv(settings.FAULT_AT, "before_fence_check:0:1:STOP")

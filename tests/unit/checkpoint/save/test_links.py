@@ -226,6 +226,7 @@ def test_damage_is_reported_for_all_that_share_it(root: Path, state: dict[str, A
     assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [False, False]
 
 
+@pytest.mark.long
 def test_restore_falls_back_to_a_checkpoint_with_a_file_of_its_own(
     root: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_restore_falls_back_to_a_checkpoint_with_a_file_of_its_own(
     assert inspect.find_damage(index.step_folder(root, 12)) == []
 
 
+@pytest.mark.long
 def test_damage_is_found_within_a_few_saves_and_written_again(
     root: Path, state: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,6 +432,7 @@ def test_each_rank_links_its_own_file(root: Path) -> None:
     assert (first.written_bytes, second.written_bytes) == (len(data) + 1000, 1000)
 
 
+@pytest.mark.long
 def test_on_another_number_of_ranks_all_is_written_once(root: Path) -> None:
     data = os.urandom(12 << 20)
     save_on_ranks(root, 3, data, 2, adapter=b"a")

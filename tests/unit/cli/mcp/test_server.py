@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -58,6 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
+@functools.cache  # it keeps nothing between two connections
 def build_server(**options: bool) -> MCPServer:
     from clustertrain.cli.mcp.server import build_server
 
@@ -270,6 +272,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"folder": str(tmp_path), "target": "recipe.toml", "nodes": 2, "gpus_per_node": 4, "backend": "slurm"}
 
 
+@pytest.mark.long
 def test_plan_predicts_and_says_the_command(job: dict[str, Any]) -> None:
     document = call("plan", job={**job, "gpu_type": "h100", "settings": ["model.preset=llama3.1-8b"]})
     assert document["verdict"].startswith("fsdp on 8 x h100") and document["world_size"] == 8

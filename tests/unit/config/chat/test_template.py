@@ -51,6 +51,7 @@ def answers(source: str, row: Any) -> list[str]:
     return [text[first:end] for first, end in spans]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("metaspace", [False, True], ids=["byte-level", "metaspace"])
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "generation"])
 def test_tokens_and_marks_are_those_of_transformers(tmp_path: Path, template: str, metaspace: bool) -> None:
@@ -70,6 +71,7 @@ def test_tokens_and_marks_are_those_of_transformers(tmp_path: Path, template: st
         )
 
 
+@pytest.mark.long
 def test_filters_whitespace_and_tools_are_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / "t", TRICKY))

@@ -53,6 +53,7 @@ def test_categories_match_traces() -> None:
         assert values[int(0.95 * len(values))] <= WORST, category
 
 
+@pytest.mark.long
 def test_nothing_fits_that_does_not(traced: list[tuple[MemoryCell, float]]) -> None:
     """With its margins, no prediction is below the traced peak: there is no capacity at which only it would fit."""
     assert {cell.name for cell, peak in traced if sum(cell.predict().values()) < peak} == set()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -14,7 +11,7 @@ import pytest
 from clustertrain.config.node_facts import EfaDevice, Gpu, Hca, Interface, NodeFacts
 from clustertrain.plan.env import interfaces, nccl
 from clustertrain.sysinfo.node import read_node
-from tests.fixtures.nodes.expand import expand
+from tests.fixtures.nodes.expand import expand, facts_of
 
 H100_PORTS = "=" + ",".join(f"mlx5_{n}:1" for n in (0, 3, 4, 5, 6, 9, 10, 11))
 # interface, NCCL_IB_HCA, NCCL_IB_GID_INDEX
@@ -28,16 +25,6 @@ EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
     "p5": ("enp71s0", None, None),
     "pcie-a100": ("ens5f0np0", None, "3"),
 }
-
-# The removal of a thousand folders takes seconds on some disks.
-IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-@cache
-def facts_of(kind: str) -> NodeFacts:
-    with TemporaryDirectory(dir=IN_MEMORY) as root:
-        node = expand(kind, Path(root))
-        return read_node(node.root, node.ip, node.gpus, {})
 
 
 def node_settings(

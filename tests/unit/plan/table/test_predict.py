@@ -143,6 +143,7 @@ WORDS = {
 }
 
 
+@pytest.mark.long
 def test_arbitrary_cells_never_raise() -> None:
     rng = random.Random(7)
     refused = 0

@@ -16,6 +16,7 @@ def cases() -> Sequence[Case]:
     return planner.predict_rows(planner.read_rows(planner.FURTHER_TABLE))
 
 
+@pytest.mark.long
 def test_rows_have_source_publisher_and_outcome(cases: Sequence[Case]) -> None:
     assert len(cases) >= 150
     assert {case.half for case in cases} == {planner.FITTING, planner.HELD_OUT}

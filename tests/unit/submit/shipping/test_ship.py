@@ -30,6 +30,7 @@ def make_request(folder: Path, *command: str, **more: Any) -> SubmitRequest:
     return SubmitRequest(command=command, cwd=project, job={"environment": "ship", "device": "cpu"}, **more)
 
 
+@pytest.mark.long
 def test_run_takes_its_environment(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     prefix = make_environment(tmp_path)
     progress: list[tuple[int, int]] = []
@@ -70,6 +71,7 @@ def test_image_is_the_environment_of_its_ranks(fake_slurm: FakeSlurm, tmp_path: 
         dry_run(replace(request, job={**request.job, "environment": "ship"}))
 
 
+@pytest.mark.long
 def test_refusals_and_dry_runs_create_nothing(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     prefix = make_environment(tmp_path)
     project = tmp_path / "code"

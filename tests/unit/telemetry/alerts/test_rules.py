@@ -97,7 +97,10 @@ def alerts() -> AlertRules:
     return AlertRules(AlertsSpec(), "n1")
 
 
-@pytest.mark.parametrize(("gpus", "hours"), [(4, 4), pytest.param(8, 24, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("gpus", "hours"),
+    [(4, 1), pytest.param(4, 4, marks=pytest.mark.long), pytest.param(8, 24, marks=pytest.mark.long)],
+)
 def test_healthy_hours_raise_nothing(alerts: AlertRules, gpus: int, hours: int) -> None:
     job = Job(gpus, seed=3)
     reported = job.run(

@@ -228,6 +228,7 @@ def test_number_of_clients_is_limited(export: Callable[..., WatchedExporter]) ->
             client.close()
 
 
+@pytest.mark.long
 def test_no_imports_without_exporter() -> None:
     program = (
         "import sys; from clustertrain.telemetry.export.exporter import Exporter;"

@@ -9,6 +9,8 @@ import pytest
 from tests.fakes.nvml.build import Stub
 from tests.unit.telemetry.nvml_steps import run_steps
 
+pytestmark = pytest.mark.long
+
 # Four GPUs of a job: one idles, one overheats and one is slow without a reason from the driver.
 LOAD = """
     device 0 uuid GPU-good

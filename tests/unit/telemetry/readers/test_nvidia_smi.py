@@ -115,6 +115,7 @@ def disagreement(field: str, ours: Any, printed: Printed) -> str | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", recording.NAMES)
 def test_readings_agree_with_nvidia_smi(nvml_stub: Stub, name: str) -> None:
     recorded = recording.load(name)

@@ -75,6 +75,7 @@ def test_header_has_the_layout_of_nvidia_ml_py(structure: Any) -> None:
         assert getattr(pynvml, name.removesuffix("_t")) == ctypes.sizeof(structure) | int(version[2]) << 24
 
 
+@pytest.mark.long
 def test_header_does_not_compile_with_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that laid a structure out otherwise than ctypes would be noticed."""
     text = header.write_header(pynvml, SOURCES).replace("    int temperature;\n", "    double temperature;\n")

@@ -51,6 +51,7 @@ def test_links_and_addresses_in_rank_order(nvml_stub: Stub) -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", [(), ("nvmlDeviceGetGpuFabricInfoV",), ("nvmlDeviceGetGpuFabricInfo",)])
 def test_multi_node_nvlink_domain(nvml_stub: Stub, missing: tuple[str, ...]) -> None:
     """Drivers before 550 have only the older call, and CUDA 14 has only the newer one."""
@@ -66,6 +67,7 @@ def test_multi_node_nvlink_domain(nvml_stub: Stub, missing: tuple[str, ...]) -> 
     assert gpu["nvlink_domain"] == "00" * 15 + "07.4"
 
 
+@pytest.mark.long
 def test_gb200_is_in_a_fabric_and_an_h100_board_is_not(nvml_stub: Stub) -> None:
     domains = {}
     for name in ("gb200", "h100"):

@@ -237,6 +237,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -22,6 +22,7 @@ def pinned_cpus(cpus: str, local_rank: int) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
+@pytest.mark.long
 def test_each_local_rank_is_pinned_to_its_cpus() -> None:
     allowed = sorted(os.sched_getaffinity(0))
     lists = f"{allowed[0]};{allowed[-1]}"

@@ -39,6 +39,7 @@ def augmented(seed: int, i: int = 3, channels: int = 3, **augment: Any) -> tuple
     return sample
 
 
+@pytest.mark.long
 def test_crop_shifts_the_image_with_black_padding() -> None:
     original = Pictures().pixels[3]
     padded = torch.nn.functional.pad(original, (0, 0, 2, 2, 2, 2))

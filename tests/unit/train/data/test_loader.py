@@ -261,6 +261,7 @@ def test_resolve_workers_limits_to_cores(requested: int, device: str, cores: int
     assert resolve_workers(requested, torch.device(device), cores) == workers
 
 
+@pytest.mark.long
 def test_warning_signals_do_not_kill_workers() -> None:
     data = make_loader(ProcessIds(), workers=2)
     pids = {int(p) for p in next(data)[1]} | {int(p) for p in next(data)[1]}

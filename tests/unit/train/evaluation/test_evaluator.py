@@ -215,6 +215,7 @@ def test_padding_does_not_count() -> None:
     assert full.sample_indices == (4,) and len(full.batch[0]) == 2
 
 
+@pytest.mark.long
 def test_workers_give_the_same_result(session: ct.Session, net: Net) -> None:
     results = [session.evaluate(Points(), sum_loss, micro_batch=3, workers=n) for n in (0, 2)]
     assert results[0] == results[1]

@@ -32,7 +32,11 @@ from tests.harness.optimizers import cells
 from tests.unit.train.single_process import ALONE, build_on_cpu
 
 CPU = torch.device("cpu")
-NAMES = tuple(OPTIMIZERS)
+# The import of pytorch_optimizer or torchao takes up to a second in each process of pytest.
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.long] if entry.package else [], id=name)
+    for name, entry in OPTIMIZERS.items()
+]  # fmt: skip
 SMALL = ModelSpec(dim=16, layers=3, heads=2, kv_heads=2, vocab_size=32)
 
 

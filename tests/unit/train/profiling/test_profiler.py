@@ -61,6 +61,7 @@ def test_profiled_window_writes_trace_table_and_parts(
     assert [(e["event"], e["steps"]) for e in emitted] == [("profiled", [2, 4])]
 
 
+@pytest.mark.long
 def test_run_ending_inside_the_window_keeps_the_trace(session: ct.Session, tmp_path: Path) -> None:
     emitted: list[str] = []
     profiler = Profiler(range(2, 50), tmp_path / "profiles", 3, CPU, lambda name, **_: emitted.append(name))

@@ -45,6 +45,7 @@ def export(folder: Path, output: Path, **options: Any) -> dict[str, torch.Tensor
     return load_file(next(output.glob("*.safetensors")))
 
 
+@pytest.mark.long
 def test_base_never_changes_and_merged_weights_are_those_of_the_adapters(tmp_path: Path) -> None:
     train(tmp_path / "run", 3)
     merged = export(tmp_path / "run", tmp_path / "merged", merge=True)
@@ -55,6 +56,7 @@ def test_base_never_changes_and_merged_weights_are_those_of_the_adapters(tmp_pat
     assert torch.equal(merged["2.bias"], base["2.bias"]) and b.abs().max() > 0.1
 
 
+@pytest.mark.long
 def test_resume_keeps_the_hash_of_the_base_and_names_other_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -145,6 +145,7 @@ def make_run(folder: Path, **stability: Any) -> RunDir:
     return run
 
 
+@pytest.mark.long
 def test_stop_at_rollback_step_saves_and_restores_nothing(tmp_path: Path, attempt: Begin) -> None:
     uninterrupted = attempt(make_run(tmp_path / "whole", roll_back_margin=1), bad=BAD)
     run = make_run(tmp_path / "run", roll_back_margin=1)

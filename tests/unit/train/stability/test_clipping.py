@@ -226,6 +226,7 @@ def test_device_skip_needs_state_for_all_trained_params() -> None:
     assert not conditional_step.supports_device_skip(optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # from torch's import
 def test_zero1_does_not_support_device_skip() -> None:
     p = OnGpu(torch.ones(2))

@@ -150,6 +150,7 @@ def test_short_or_brief_runs_have_no_throughput_warning(recorder: WarningRecorde
     assert recorder.observe(80, step_s=0.5) == []
 
 
+@pytest.mark.long
 def test_throughput_drop_of_short_steps_warns_after_a_while(recorder: WarningRecorder) -> None:
     assert recorder.observe(MAX_BASELINE_STEPS * 10, step_s=0.03) == []
     assert recorder.observe(100, step_s=0.05) == []
