@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _PACKAGES = (
     "torch", "torchsnapshot", "transformers", "lightning", "accelerate", "numpy", "pyarrow", "submitit", "nvidia-ml-py",
 )  # fmt: skip
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # that torch's wheels for these versions of CUDA install
 
 
 @click.command()
@@ -40,11 +41,15 @@ def version(verbose: bool, as_json: bool) -> None:
 
 def _facts() -> Iterator[tuple[str, str | None]]:
     """Yield the lines of ``version -v``, each with its name."""
+    from clustertrain.submit.preflight import filesystem
+
     versions = collect_versions()
     for name in versions.__struct_fields__[1:]:
         value = getattr(versions, name)
         if name == "packages":
             yield from value.items()
+        elif name == "home_filesystem":
+            yield "filesystem", value and f"{value}{' (a disk of this machine)' if filesystem.is_local(value) else ''}"
         else:
             yield name, None if value is None else str(value)
 
@@ -54,16 +59,19 @@ def collect_versions() -> Versions:
     from clustertrain import settings
     from clustertrain.config.cluster import default_profile_name
     from clustertrain.report.documents.tools import Versions
+    from clustertrain.submit.preflight import filesystem
 
+    nccl = map(_installed, _NCCL)
     return Versions(
         clustertrain=_installed("clustertrain"),
         python=f"{platform.python_version()} ({sys.executable})",
         system=platform.platform(),
         cpus=len(os.sched_getaffinity(0)),
-        packages={name: _installed(name) for name in _PACKAGES},
+        packages={name: _installed(name) for name in _PACKAGES} | {"nccl": next(filter(None, nccl), None)},
         slurm=_describe_slurm(),
         gpus=_describe_gpus(),
         home=str(settings.home()),
+        home_filesystem=filesystem.find_type(settings.home()) or None,
         profile=default_profile_name() or None,
     )
 

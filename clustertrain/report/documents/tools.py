@@ -114,5 +114,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of this machine and the driver; null if there are none."""
     home: str
     """The folder of the runs."""
+    home_filesystem: str | None
+    """Type of its filesystem, such as `nfs4`; null if unknown. Compute nodes do not see a disk of this machine."""
     profile: str | None
     """Name of the default cluster profile; null if there is none."""

@@ -70,6 +70,20 @@ def check_folder(path: Path, setting: str, *, shared: bool) -> str | None:
     return None
 
 
+def find_type(path: Path) -> str:
+    """Return the type of the filesystem of ``path``, which need not exist; "" if unknown."""
+    try:
+        mounts = _MOUNTINFO.read_text(errors="surrogateescape")
+    except OSError:  # no /proc
+        return ""
+    return find_filesystem_type(_nearest_existing(path).resolve(), mounts)
+
+
+def is_local(filesystem_type: str) -> bool:
+    """Return whether only this machine sees such a filesystem, unless it exports it."""
+    return filesystem_type in _LOCAL | _PRIVATE
+
+
 def find_shared_filesystem_type(path: Path) -> str:
     """Return the type of the network filesystem that holds ``path``, which need not exist; "" for a local disk.
 

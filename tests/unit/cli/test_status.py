@@ -19,6 +19,7 @@ from clustertrain.cli.open import open_
 from clustertrain.cli.version import version
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit.preflight import filesystem
 from tests.unit.report import live_runs
 
 pytestmark = pytest.mark.long
@@ -207,4 +208,12 @@ def test_version_has_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest
         and "secret" not in json.dumps(facts)
     )
     assert {"python", "system", "cpus", "slurm", "gpus", "profile"} <= facts.keys()
-    assert f"home           {tmp_path}\n" in call(version, "-v").stdout
+    (tmp_path / "on").mkdir()
+    (tmp_path / "mounts").write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path}/on rw - nfs4 x rw\n")
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", tmp_path / "mounts")
+    text = call(version, "-v").stdout
+    assert f"home           {tmp_path}\n" in text and "filesystem     ext4 (a disk of this machine)\n" in text
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "on" / "runs"))
+    assert "filesystem     nfs4\n" in call(version, "-v").stdout
+    assert json.loads(call(version, "--json").stdout)["home_filesystem"] == "nfs4"
+    assert "nccl" in facts["packages"]
