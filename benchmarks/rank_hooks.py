@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import measure
 from benchmarks.measure import Command
-from clustertrain.agent.command_start import RANK_HOOKS
+from clustertrain.agent.ranks.command_start import RANK_HOOKS
 
 STARTS, RUNS, STEPS = 30, 6, 3000
 STEP_MS = 50.0

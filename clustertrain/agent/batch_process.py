@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.claim import Claim
 from clustertrain.agent.deadline import write_deadline
-from clustertrain.agent.program_checkpoints import ProgramCheckpoints
+from clustertrain.agent.ranks.program_checkpoints import ProgramCheckpoints
 from clustertrain.agent.requeue import SCHEDULER_TIMEOUT_S, RequeueAction
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.startup import claim_run, requeue_or_fail

@@ -14,10 +14,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.agent import rank_start
 from clustertrain.agent.batch_process_watch import SCHEDULER_TIMEOUT_S, BatchProcessWatch
-from clustertrain.agent.command_ranks import CommandRanks
-from clustertrain.agent.command_stop import CommandStop
 from clustertrain.agent.deadline import LIMIT_SIGNAL, OWN_WARNINGS, load_deadline
 from clustertrain.agent.environment_copy import EnvironmentCopy, Stopped, prepare_python
 from clustertrain.agent.node_context import NodeContext, load_node_context
@@ -30,10 +27,13 @@ from clustertrain.agent.node_result import (
     read_rank_records,
     stopped_record,
 )
-from clustertrain.agent.rank_monitor import RankMonitor
+from clustertrain.agent.ranks import rank_start
+from clustertrain.agent.ranks.command_ranks import CommandRanks
+from clustertrain.agent.ranks.command_stop import CommandStop
+from clustertrain.agent.ranks.rank_monitor import RankMonitor
+from clustertrain.agent.ranks.stop_step import StopStepAgreement
 from clustertrain.agent.relocation import RankPython
 from clustertrain.agent.signals import Signals
-from clustertrain.agent.stop_step import StopStepAgreement
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
 from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
 from clustertrain.config.job import RunSpec

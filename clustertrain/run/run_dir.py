@@ -41,7 +41,7 @@ class AttemptDir:
 
     @property
     def stop_step(self) -> Path:
-        """The folder in which the agents agree on the step after which a command stops: ``agent/stop_step.py``."""
+        """Folder in which the agents agree on the step after which a command stops: ``agent/ranks/stop_step.py``."""
         return self.path / "stop-step"
 
     @property

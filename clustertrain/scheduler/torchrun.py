@@ -36,7 +36,7 @@ def build_command(
     """
     interpreter = python or sys.executable
     argv = proc.python_module_argv(
-        interpreter, "clustertrain.agent.die_with_parent", str(os.getpid()), "torch.distributed.run"
+        interpreter, "clustertrain.agent.ranks.die_with_parent", str(os.getpid()), "torch.distributed.run"
     )
     # Static: ranks follow the node order, so rank 0 runs on the rendezvous host and resumed ranks find their shards.
     argv += ["--rdzv-backend=static", f"--master-addr={rdzv.host}", f"--master-port={rdzv.port}"]

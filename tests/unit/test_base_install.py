@@ -119,7 +119,7 @@ def test_session_names_the_extra(base: BaseInstall) -> None:
 
 def test_agent_without_torch_names_the_extra(base: BaseInstall) -> None:
     """The set-up of a profile may have promised a torch that it does not bring."""
-    done = base.run_python("-m", "clustertrain.agent.die_with_parent", str(os.getpid()), "torch.distributed.run")
+    done = base.run_python("-m", "clustertrain.agent.ranks.die_with_parent", str(os.getpid()), "torch.distributed.run")
     assert done.returncode == 1
     assert done.stdout == (
         f"torchrun: the package torch is not installed; fix: {base.python} -m pip install 'clustertrain[train]'\n"

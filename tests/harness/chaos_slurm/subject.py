@@ -210,7 +210,7 @@ def _is(process: psutil.Process, role: str) -> bool:
         "batch": ["-m", "clustertrain", "batch"],
         "agent": ["-m", "clustertrain", "agent"],
         "rank": ["-m", "clustertrain", "train"],
-        "torchrun": ["torch.distributed.run"],  # after agent/die_with_parent and its argument
+        "torchrun": ["torch.distributed.run"],  # after agent/ranks/die_with_parent and its argument
     }[role]
     return any(argv[i : i + len(expected)] == expected for i in range(1, 6))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock, fsio
-from clustertrain.agent import stop_step
-from clustertrain.agent.stop_step import StopStepAgreement
+from clustertrain.agent.ranks import stop_step
+from clustertrain.agent.ranks.stop_step import StopStepAgreement
 from clustertrain.rank_hooks.clustertrain_hooks.heartbeat import Heartbeat
 from clustertrain.rank_hooks.clustertrain_hooks.rank import Rank
 from clustertrain.rank_hooks.clustertrain_hooks.stop_step import StopStep

@@ -1,6 +1,6 @@
 """Run a module that the kernel kills when its parent ends.
 
-``python -m clustertrain.agent.die_with_parent PID MODULE ARGS…``, with the parent's PID.
+``python -m clustertrain.agent.ranks.die_with_parent PID MODULE ARGS…``, with the parent's PID.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from clustertrain.agent.signal_witness import SignalWitness
+from clustertrain.agent.ranks.signal_witness import SignalWitness
 
 
 @pytest.fixture

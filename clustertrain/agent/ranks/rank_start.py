@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clustertrain import fsio, proc, settings
-from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
-from clustertrain.agent.command_start import RANK_HOOKS, build_command, build_environment, build_resume_arguments
 from clustertrain.agent.containers.ranks import RankContainers
 from clustertrain.agent.node_context import NodeContext
+from clustertrain.agent.ranks.command_ranks import CommandRanks, build_rank_environment
+from clustertrain.agent.ranks.command_start import RANK_HOOKS, build_command, build_environment, build_resume_arguments
 from clustertrain.agent.relocation import RankPython
 from clustertrain.config.command_options import parse_stop_signal
 from clustertrain.config.job import RunSpec, ScriptSpec

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from clustertrain import clock
-from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
-from clustertrain.agent.command_stop import CommandStop
+from clustertrain.agent.ranks.command_ranks import CommandRanks, build_rank_environment
+from clustertrain.agent.ranks.command_stop import CommandStop
 from clustertrain.config.command_options import parse_stop_signal
 from clustertrain.scheduler.rendezvous import Rendezvous
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from clustertrain.agent.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks
 from clustertrain.agent.deadline import OWN_WARNINGS
-from clustertrain.agent.signal_witness import SignalWitness
-from clustertrain.agent.stop_step import StopStepAgreement
+from clustertrain.agent.ranks.command_ranks import DEFAULT_STOP_SIGNAL, CommandRanks
+from clustertrain.agent.ranks.signal_witness import SignalWitness
+from clustertrain.agent.ranks.stop_step import StopStepAgreement
 
 
 class CommandStop:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from clustertrain import fsio, proc, settings
-from clustertrain.agent import rank_exec
 from clustertrain.agent.containers.ranks import RankContainers
 from clustertrain.agent.node_result import CRASH_SIGNALS
+from clustertrain.agent.ranks import rank_exec
 from clustertrain.config.command_options import StopSignal
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run.results import ErrorInfo, FailureKind, RankResult, parse_rank_result

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.agent.command_start import RANK_HOOKS, build_command, build_environment, build_resume_arguments
+from clustertrain.agent.ranks.command_start import RANK_HOOKS, build_command, build_environment, build_resume_arguments
 from clustertrain.config.job import JobSpec, ScriptSpec
 from clustertrain.run.run_dir import RunDir
 

@@ -13,7 +13,7 @@ import pytest
 
 from clustertrain import clock, fsio, proc
 from clustertrain.agent.node_agent import NodeAgent
-from clustertrain.agent.rank_monitor import EXIT_PATIENCE_S, HANG_CHECK_INTERVAL_S, ExitHangDetector, RankMonitor
+from clustertrain.agent.ranks.rank_monitor import EXIT_PATIENCE_S, HANG_CHECK_INTERVAL_S, ExitHangDetector, RankMonitor
 from tests.unit.agent.test_node_agent_settings import RENDEZVOUS, agent
 
 # Stands in for torchrun: two idle ranks, each with its number in its environment.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock
-from clustertrain.agent import program_checkpoints
-from clustertrain.agent.program_checkpoints import ProgramCheckpoints
+from clustertrain.agent.ranks import program_checkpoints
+from clustertrain.agent.ranks.program_checkpoints import ProgramCheckpoints
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.run import attempts, events
 from clustertrain.run.events import EventLog

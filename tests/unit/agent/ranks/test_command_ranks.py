@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from clustertrain import clock
-from clustertrain.agent import command_ranks
-from clustertrain.agent.command_ranks import CommandRanks, build_rank_environment
 from clustertrain.agent.node_result import RankObservations, build_node_result, read_rank_records
+from clustertrain.agent.ranks import command_ranks
+from clustertrain.agent.ranks.command_ranks import CommandRanks, build_rank_environment
 from clustertrain.config.command_options import parse_stop_signal
 from clustertrain.scheduler.rendezvous import Rendezvous
 
