@@ -61,7 +61,7 @@ def list_(
     same_as: str | None,
     as_json: bool,
 ) -> None:
-    """List your runs, newest first.
+    """List your runs, newest first; in a home that several users share, also theirs that you may read.
 
     \b
     clustertrain list --state failed --since 7d

@@ -402,11 +402,16 @@ def _format_age(t: float | None, now: float) -> str:
 
 
 def runs_table(runs: Sequence[tuple[RunStatus, Progress]], width: int, now: float) -> RenderableType:
-    """Return a table with one row per run at ``now``, UTC epoch s. The age of a run counts from its submission."""
+    """Return a table with one row per run at ``now``, UTC epoch s. The age of a run counts from its submission.
+
+    The owners are shown if there are several, as in a home that a group shares.
+    """
     if not runs:
         return Text("no runs yet: start one with `clustertrain submit`")
+    owners = [x.run.find_owner() for x, _ in runs]
     columns = [
         Column("run", [x.run.id for x, _ in runs]),
+        *([Column("user", [printable(owner) for owner in owners])] if len(set(owners)) > 1 else []),
         Column("state", [styled_state(x.shown_state) for x, _ in runs]),
         Column("age", [_format_age(p.submitted, now) for _, p in runs], right_aligned=True),
         Column("step", [format_steps(x) for x, _ in runs], right_aligned=True),
@@ -417,4 +422,4 @@ def runs_table(runs: Sequence[tuple[RunStatus, Progress]], width: int, now: floa
         Column("job", [x.job_id or "-" for x, _ in runs]),
         Column("recipe", [x.recipe_hash[:RECIPE_HASH_DIGITS] for x, _ in runs]),
     ]
-    return fit_table(columns, width, drop_order=("recipe", "attempts", "job", "gpus", "loss", "age", "left"))
+    return fit_table(columns, width, drop_order=("recipe", "attempts", "job", "gpus", "user", "loss", "age", "left"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,17 @@ class RunDir:
     @property
     def id(self) -> str:
         return self.path.name
+
+    def find_owner(self) -> str:
+        """Return the user that owns the run: the uid if it has no name here; empty if the run was deleted."""
+        try:
+            uid = self.path.stat().st_uid
+        except OSError:
+            return ""
+        try:
+            return pwd.getpwuid(uid).pw_name
+        except KeyError:  # as in a container
+            return str(uid)
 
     @property
     def spec(self) -> Path:

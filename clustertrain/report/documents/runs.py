@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pwd
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +244,7 @@ def collect_fields(status: RunStatus, progress: Progress) -> dict[str, Any]:
         "run": status.run.id,
         "job_id": status.job_id,
         "name": status.name,
-        "user": _owner(status.run),
+        "user": status.run.find_owner(),
         "backend": status.backend,
         "state": status.state,
         "step": status.step,
@@ -279,17 +278,6 @@ def _says_something(contract: ContractStatus | None) -> bool:
     return bool(contract.task or contract.target or contract.slices or contract.remaining or contract.used) or (
         contract.step is not None
     )
-
-
-def _owner(run: RunDir) -> str:
-    try:
-        uid = run.path.stat().st_uid
-    except OSError:  # deleted meanwhile
-        return ""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:  # no such user here, as in a container
-        return str(uid)
 
 
 def _find_log(run: RunDir) -> str | None:

@@ -97,3 +97,14 @@ def test_wrong_options_are_refused(runs: dict[str, RunDir], argv: tuple[str, ...
 
 def test_an_unknown_state_names_the_known_ones(runs: dict[str, RunDir]) -> None:
     assert "'cancelling'" in str(call("--state", "dead").exception)
+
+
+def test_owners_are_shown_if_there_are_several(runs: dict[str, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "user" not in call().stdout.splitlines()[0]
+    monkeypatch.setattr(RunDir, "find_owner", lambda run: "ada" if run.id.startswith("new") else "bob")
+    monkeypatch.setenv("COLUMNS", "160")
+    title, first, second, *_ = call().stdout.splitlines()
+    assert title.split()[:3] == ["run", "user", "state"]
+    assert (first.split()[:2], second.split()[:2]) == (["new-abc234", "ada"], ["old-abc234", "bob"])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert all(len(line) <= 80 for line in call().stdout.splitlines())
