@@ -33,11 +33,13 @@ class RowLine:
     def __init__(self) -> None:
         self._total: int | None = None
         self._printed: deque[tuple[float, int]] = deque(maxlen=RATE_ROWS)
+        self._previous: Mapping[str, Any] = {}  # the last printed row
 
     def begin(self, total_steps: int | None) -> None:
         """Begin a loop of steps up to ``total_steps`` of the whole run. Its rate is that of this loop alone."""
         self._total = total_steps
         self._printed.clear()
+        self._previous = {}
 
     def format(self, row: Mapping[str, Any]) -> str:
         """Return the line of ``row``, without the values that do not fit: the file of metrics has them all."""
@@ -46,6 +48,7 @@ class RowLine:
             extended = f"{line}  {item}" if line else item
             if len(extended) <= WIDTH:
                 line = extended
+        self._previous = dict(row)
         return line
 
     def _items(self, row: Mapping[str, Any]) -> Iterator[str]:
@@ -64,7 +67,7 @@ class RowLine:
         others = {k: v for k, v in row.items() if k not in _OWN_FORM and not k.startswith(TOTAL_PREFIX)}
         others = {k: v for k, v in others.items() if PART_SEPARATOR not in k}
         yield from (f"{k} {_format_value(v)}" for k, v in others.items() if k.startswith(VALIDATION_PREFIX))
-        yield from _format_speed(row)
+        yield from _format_speed({**row, **self._mean_speed(row)})
         yield from (f"{k} {_format_value(row[k], 3)}" for k in ("lr", "grad_norm") if k in row)
         yield from (f"{k} {_format_value(v)}" for k, v in others.items() if not k.startswith(VALIDATION_PREFIX))
         for name in ("peak_allocated_gib", "rss_gib"):
@@ -80,6 +83,27 @@ class RowLine:
         self._printed.append((t, step))
         (first_t, first_step), remaining = self._printed[0], self._total - step
         return None if first_step == step or remaining <= 0 else (t - first_t) / (step - first_step) * remaining
+
+    def _mean_speed(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the speed over the steps since the last printed row; a single step may be far from typical."""
+        names = ("step", "sum_step_s", "sum_tokens", "sum_data_wait_s")
+        steps, seconds, tokens, wait_s = (self._increase(row, name) for name in names)
+        if not steps or not seconds:
+            return {}
+        mean = {"step_s": seconds / steps}
+        if tokens is not None:
+            mean["tokens_per_s"] = tokens / seconds
+        if wait_s is not None:
+            mean["data_wait_s"] = wait_s / steps
+        samples_per_s, step_s = _as_number(row.get("samples_per_s")), _as_number(row.get("step_s"))
+        if samples_per_s is not None and step_s is not None:
+            mean["samples_per_s"] = samples_per_s * step_s / mean["step_s"]
+        return mean
+
+    def _increase(self, row: Mapping[str, Any], name: str) -> float | None:
+        """Return by how much a total has grown since the last printed row; None if that is unknown or not positive."""
+        before, now = _as_number(self._previous.get(name)), _as_number(row.get(name))
+        return now - before if before is not None and now is not None and now >= before else None
 
 
 def _format_speed(row: Mapping[str, Any]) -> Iterator[str]:

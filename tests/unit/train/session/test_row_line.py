@@ -34,6 +34,17 @@ def test_time_left_is_that_of_the_last_printed_rows() -> None:
     assert " left" not in line.format({**ROW, "step": 600, "t": ROW["t"] + 200.0})
 
 
+def test_speed_is_the_mean_since_the_last_printed_row() -> None:
+    line = RowLine()
+    sums = {"sum_step_s": 20.0, "sum_tokens": 1000, "sum_data_wait_s": 0.0}
+    assert "500 ms/step" in line.format({"step": 10, "step_s": 0.5, "tokens_per_s": 200.0, "data_wait_s": 0.0, **sums})
+    sums = {"sum_step_s": 22.0, "sum_tokens": 3000, "sum_data_wait_s": 1.0}
+    row = {"step": 20, "step_s": 0.01, "tokens_per_s": 1e6, "data_wait_s": 0.0, "samples_per_s": 100.0, **sums}
+    assert line.format(row) == "step 20  200 ms/step  50% data wait  1k tok/s  5 samples/s"
+    after_rollback = {"step": 15, "step_s": 0.01, "sum_step_s": 21.0}
+    assert line.format(after_rollback) == "step 15  10.0 ms/step"
+
+
 def test_unknown_total_leaves_out_the_time_left() -> None:
     line = line_of(None)
     line.format({**ROW, "step": 80, "t": ROW["t"] - 20.0})
