@@ -73,6 +73,12 @@ def watch(console: Console, interval_s: float, show: Callable[[], tuple[Renderab
         return 130
 
 
+def echo_next_steps(run: RunDir) -> None:
+    """Print the commands that say why ``run`` failed, if a person reads standard error."""
+    if sys.stderr.isatty():
+        click.echo(f"  clustertrain logs {run.id} --errors   why it failed\n  clustertrain status {run.id}", err=True)
+
+
 def find_run(name: str) -> RunDir:
     """Find RUN among the user's own runs or, for a job id, through the job's working directory in Slurm.
 

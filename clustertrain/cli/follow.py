@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clustertrain import clock
+from clustertrain.cli.common import echo_next_steps
 from clustertrain.durations import format_duration
 from clustertrain.report.event_text import format_event
 from clustertrain.run import events, metrics, state
@@ -72,9 +73,14 @@ def _find_startup_phase(names: set[str]) -> str:
 
 
 def _describe(status: RunStatus, progress: Progress, startup_phase: str) -> str:
-    """Return the state with loss and time left, or the phase of the start-up: ``running  loss 2.75  3m04s left``."""
-    from clustertrain.report.status import format_loss
+    """Return the state with loss and time left: ``running  loss 2.75  3m04s left``.
 
+    Before the first step, return the phase of the start-up, or what the job waits for in the queue.
+    """
+    from clustertrain.report.status import format_loss, format_wait
+
+    if waits_for := format_wait(status):
+        return f"{status.shown_state}: {waits_for}"
     if status.state == state.RUNNING and startup_phase:
         return f"{status.shown_state}: {startup_phase}"
     loss = "" if progress.loss is None else f"loss {format_loss(progress.loss)}"
@@ -124,4 +130,6 @@ def _follow(run: RunDir) -> int:
                 break
             clock.sleep(POLL_S)
     console.print(f"{run.id}: {status.state}", highlight=False)
+    if status.state == state.FAILED:
+        echo_next_steps(run)
     return 0 if status.state == "completed" else 1

@@ -9,6 +9,7 @@ import click
 
 from clustertrain import clock
 from clustertrain.cli.common import (
+    echo_next_steps,
     find_run,
     find_runs,
     json_option,
@@ -187,6 +188,8 @@ def wait_for(runs: Sequence[RunDir], name: str, *, as_json: bool = False) -> int
                     raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
                 if current.is_final:
                     click.echo(": ".join(filter(None, (current.run.id, current.state, current.end_reason))), err=True)
+                    if current.state == state.FAILED:
+                        echo_next_steps(current.run)
                     ended.append(EndedRun(run=current.run.id, state=current.state, reason=current.end_reason or None))
                     remaining.remove(current.run)
             if not remaining:

@@ -158,10 +158,16 @@ def _progress_rows(status: RunStatus, progress: Progress, now: float) -> list[tu
         # A command whose checkpoints are named.
         ("saved", printable(watched.newest_checkpoint or "none yet") if watched is not None else ""),
     ]
-    if status.view is not None and status.view.state == "PENDING":
-        estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
-        rows.append(("waiting for", f"{status.view.reason or 'the scheduler'}{estimate}"))
+    rows.append(("waiting for", format_wait(status)))
     return [row for row in rows if row[1]]
+
+
+def format_wait(status: RunStatus) -> str:
+    """Return what a job in the queue waits for and, if the scheduler knows, until when; empty for another run."""
+    if status.view is None or status.view.state != "PENDING":
+        return ""
+    estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
+    return f"{status.view.reason or 'the scheduler'}{estimate}"
 
 
 def _alert_rows(status: RunStatus, progress: Progress) -> list[tuple[str, Text]]:
