@@ -92,7 +92,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cpus_per_gpu: int = 0
     """CPUs per GPU. 0: the site's default."""
     fabric: str = ""
-    """Network between nodes, for example ``"8 x ndr"`` or ``"efa-p5"`` (names: config/hardware.py). Empty: the ports in
+    """Network between nodes, for example ``"8 x ndr"`` or ``"efa-p5"`` (names: hardware.md). Empty: the ports in
     ``[node]``, otherwise the usual network of the GPU type."""
     fabric_interface: str = ""
     """Network interface for training traffic, where it cannot be detected. Empty: detected."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import commands, configuration, documents, events, python_api, states
+from docs.generate import commands, configuration, documents, events, hardware, python_api, states
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 MANUAL = Path(__file__).resolve().parents[1] / "man"
@@ -16,6 +16,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "python-api.md": python_api.render,
     "events.md": events.render,
     "states.md": states.render,
+    "hardware.md": hardware.render,
     "json.md": documents.render,
     **documents.SCHEMA_FILES,
 }
