@@ -154,7 +154,9 @@ def format_verdict(prepared: PreparedRun) -> str:
     whole = f"{total_steps:,} steps, speed not predicted {reason}"
     if step_s is not None:
         gpu_hours = total_steps * step_s * chosen.world_size / 3600
-        whole = f"{total_steps:,} steps in {format_duration(total_steps * step_s)}, {gpu_hours:,.3g} GPU-hours"
+        whole = (
+            f"{total_steps:,} steps in {format_duration(total_steps * step_s)}, {format_number(gpu_hours)} GPU-hours"
+        )
     elif gpu is not None and not chosen.memory.fits:
         whole = ""
     shown = "; ".join(filter(None, (", ".join(parts), whole)))

@@ -22,7 +22,7 @@ def pluralize(count: int, noun: str) -> str:
 
 def format_number(value: float) -> str:
     """Return ``value`` with three significant digits, or as an integer from 1000 on."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def format_gib(value: float) -> str:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from clustertrain.plan.layout import pluralize
+from clustertrain.plan.layout import format_number, pluralize
 from clustertrain.report.gpu_table import shorten_uuid
 from clustertrain.telemetry.report_schema import Insight
 
@@ -71,7 +71,7 @@ def format_cost(insight: Insight) -> str:
     """Return what the finding cost, such as ``cost about 22.9 GPU-hours``; empty if unknown, or if the text says it."""
     if insight.gpu_hours is None or insight.code == "gpu_hours_wasted":
         return ""
-    return f"cost about {insight.gpu_hours:,.3g} GPU-hours"
+    return f"cost about {format_number(insight.gpu_hours)} GPU-hours"
 
 
 def format_target(insight: Insight) -> str:

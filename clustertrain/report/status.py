@@ -17,7 +17,7 @@ from clustertrain import schema
 from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.documentation import page_url
 from clustertrain.durations import format_duration, format_step_time
-from clustertrain.plan.layout import Layout, pluralize
+from clustertrain.plan.layout import Layout, format_number, pluralize
 from clustertrain.printable import printable
 from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.progress import Failure, Progress, format_share
@@ -215,7 +215,7 @@ def contract_rows(contract: ContractStatus | None) -> list[tuple[str, str]]:
     rows.append(("slices", "; ".join(_format_slice(name, s) for name, s in contract.slices.items())))
     if contract.used is not None:
         limits = [
-            f"{getattr(contract.used, name):.3g} {unit} used, {remaining:.3g} left"
+            f"{format_number(getattr(contract.used, name))} {unit} used, {format_number(remaining)} left"
             for name, unit in (("gpu_hours", "GPU-hours"), ("wall_hours", "hours"), ("cost", "cost"))
             if (remaining := contract.remaining.get(name)) is not None
         ]

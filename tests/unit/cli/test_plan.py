@@ -29,16 +29,16 @@ def test_plan_shows_the_layout_and_the_reasons(run_cli: RunCli, capsys: pytest.C
 
 def test_plan_leads_with_the_time_of_the_whole_run(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--gpu-type", "h100", "--set", "model.preset=llama3.1-8b")
-    assert run_cli("plan", "--nodes", "4", "--gpus", "8", "--set", "train.steps=10000", *model) == 0
+    assert run_cli("plan", "--nodes", "4", "--gpus", "8", "--set", "train.steps=100000", *model) == 0
     out = capsys.readouterr().out
     verdict = " ".join(out.partition("  layout  ")[0].split())
     pattern = (
-        r"fsdp on 32 x h100: (.*) s per step, MFU (\d+)%, [\d.]+ of 80 GiB; 10,000 steps in (\d+)h\d\dm, (\d+) GPU-"
+        r"fsdp on 32 x h100: (.*) s per step, MFU (\d+)%, [\d.]+ of 80 GiB; 100,000 steps in (\d+)d\d\dh, ([\d,]+) GPU-"
     )
     match = re.match(pattern, verdict)
     assert match is not None, verdict
-    assert int(match[4]) == pytest.approx(10_000 * float(match[1]) * 32 / 3600, rel=0.01)
-    assert int(match[3]) == int(10_000 * float(match[1]) / 3600)
+    assert int(match[4].replace(",", "")) == pytest.approx(100_000 * float(match[1]) * 32 / 3600, rel=0.01)
+    assert int(match[3]) == int(100_000 * float(match[1]) / 86400)
     assert "\nWhy\n" not in out and "--why also shows" in out
     assert run_cli("plan", *model) == 0
     assert re.match(r"single on 1 x h100: \d+ of 80 GiB, DOES NOT FIT\n", capsys.readouterr().out)
