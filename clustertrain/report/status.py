@@ -87,7 +87,7 @@ def _format_progress(status: RunStatus, progress: Progress) -> str:
         if status.run.watched.exists():
             return WATCHED_STEPS
         if status.goodput.ratio is not None:
-            return "none yet"
+            return "none" if status.is_final else "none yet"
         if status.state == state.RUNNING:
             return COMMAND_WITHOUT_STEPS_YET if load_command(status.run) else "none yet"
         if any(events.find_last(events.for_attempt(a), "session_started") for a in status.run.attempts()):

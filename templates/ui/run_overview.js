@@ -51,7 +51,7 @@ function showProgress(box, status, run) {
   bar.max = 1;
   if (share !== null) bar.value = share;
   bar.setAttribute("aria-label", share === null ? "Progress is unknown" : `Progress: ${Math.floor(100 * share)} %`);
-  const steps = step === null ? "No step yet" : `Step ${whole(step)}${total ? ` of ${whole(total)}` : ""}`;
+  const steps = step === null ? (status.is_final ? "No steps" : "No step yet") : `Step ${whole(step)}${total ? ` of ${whole(total)}` : ""}`;
   const left = status.eta_s === null || status.eta_s === undefined ? "" : `${duration(status.eta_s)} left`;
   const line_ = el("p", "progress-line", el("strong", "", steps), share === null ? "" : el("span", "", `${Math.floor(100 * share)} %`), left && el("span", "", left));
   const tiles = el("dl", "stats", ...tilesOf(status, run));
@@ -68,7 +68,7 @@ function tilesOf(status, run) {
     tile("Tokens/s", status.tokens_per_s ? number(status.tokens_per_s) : "–", "of all ranks"),
     tile("Loss", number(status.loss), status.contract?.value ? `${status.contract.metric} ${number(status.contract.value)}` : ""),
     tile("Goodput", goodput.ratio === null ? "–" : percent(goodput.ratio), goodput.effective_ratio === null ? "no steps reported" : `${percent(goodput.effective_ratio)} of the time with nodes`),
-    tile("Last checkpoint", saved, status.checkpoint_step === null ? (status.saved ?? "none yet") : `step ${whole(status.checkpoint_step)}`),
+    tile("Last checkpoint", saved, status.checkpoint_step === null ? (status.saved ?? (status.is_final ? "none" : "none yet")) : `step ${whole(status.checkpoint_step)}`),
     ended ? tile("Ended", timeOf(ended), duration(goodput.wall_s)) : tile("Submitted", status.submitted ? el("span", "", run.age(status.submitted), " ago") : "–", status.submitted ? timeOf(status.submitted) : ""),
   ];
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.documentation import page_url
-from clustertrain.run import events
+from clustertrain.run import events, state
 from clustertrain.telemetry.findings import CRITICAL, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
     JobContext,
@@ -26,18 +26,18 @@ def _no_telemetry(job: JobContext) -> Iterable[Insight]:
     summary = job.summary
     if summary.hosts or summary.gpus:
         return
-    fix = None
+    fix, yet = None, "" if summary.state in state.FINAL else " yet"
     if summary.read_errors:
         text = "there is no recording that this user may read"
         fix = "ask the owner of the run, or the administrators, for read access to its folder"
     elif not summary.enabled:
         text, fix = "nothing was recorded: the recipe disables telemetry", "set telemetry.enabled = true in the recipe"
     elif not summary.attempts:
-        text = "nothing has been recorded yet: no attempt has started"
+        text = f"nothing has been recorded{yet}: no attempt has started"
         fix = f"check `clustertrain status {summary.run}` for the reason"
     else:
         text = (
-            f"nothing has been recorded yet, although {pluralize(len(summary.attempts), 'attempt')} began: no agent"
+            f"nothing has been recorded{yet}, although {pluralize(len(summary.attempts), 'attempt')} began: no agent"
             " started"
         )
         fix = f"check `clustertrain status {summary.run}` and `clustertrain logs {summary.run}` for the newest attempt"

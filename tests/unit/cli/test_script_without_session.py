@@ -105,6 +105,7 @@ def test_trainer_that_died_before_its_first_step_has_goodput_0(run_cli: RunCli, 
     run = new_script_run(tmp_path, "script-abc234")
     run.spec.write_text('[job]\nbackend = "local"\n')
     assert json.loads(run_cli("status", run.id, "--json"))["goodput"]["ratio"] == 0.0
+    assert ["step", "none"] in [line.split() for line in run_cli("status", run.id).splitlines()]  # not "yet": it ended
 
 
 def test_active_attempt_has_a_state_and_no_ending(run_cli: RunCli, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from clustertrain.report import gpu_table, telemetry, terminal
 from clustertrain.telemetry.analysis.summarize import summarize
+from clustertrain.telemetry.insights import build_insights
 from clustertrain.telemetry.report_schema import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, busy, event, gpu, new_attempt, new_run, record
 
@@ -71,7 +72,10 @@ def test_report_without_nvml(tmp_path: Path) -> None:
 
 
 def test_report_without_records(tmp_path: Path) -> None:
-    assert "nothing has been recorded yet" in render_text(summarize(new_run(tmp_path)), 80)
+    summary = summarize(new_run(tmp_path))
+    assert "nothing has been recorded yet" in render_text(summary, 80)
+    ended = build_insights(msgspec.structs.replace(summary, state="cancelled"), [])
+    assert [n.text for n in ended if n.code == "no_telemetry"] == ["nothing has been recorded: no attempt has started"]
 
 
 def test_many_similar_insights_are_counted(tmp_path: Path) -> None:
