@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -95,6 +96,14 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        _let_loggers_propagate()
+
+
+def _let_loggers_propagate() -> None:
+    """Spare pytest the 55 loggers of torch: it adds handlers to those that do not propagate, six times per test."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 class SingleTestScheduling(LoadScopeScheduling):

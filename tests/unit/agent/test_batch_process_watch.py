@@ -51,6 +51,7 @@ def requeues(slurm: FakeSlurm) -> list[list[str]]:
     return [c.argv for c in slurm.calls("scontrol")]
 
 
+@pytest.mark.long
 def test_job_whose_batch_process_was_killed_is_requeued_once(
     watch: BatchProcessWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip

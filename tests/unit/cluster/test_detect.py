@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.fakes.nvml.build import Stub
 
 
@@ -27,6 +29,7 @@ def test_known_gpu_type(nvml_stub: Stub, tmp_path: Path) -> None:
     assert document["detected"]["gpu_type"] == {"value": "h100", "source": "NVML name: NVIDIA H100 80GB HBM3"}
 
 
+@pytest.mark.long
 def test_mig_slices_are_skipped_and_unknown_type_is_noted(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("device 0 name NVIDIA X9\ndevice 1 name NVIDIA X9\ndevice 2 parent 0\n")
     document = detect(nvml_stub, tmp_path)
@@ -34,6 +37,7 @@ def test_mig_slices_are_skipped_and_unknown_type_is_noted(nvml_stub: Stub, tmp_p
     assert any("'NVIDIA X9' is not in the GPU catalog" in note for note in document["notes"])
 
 
+@pytest.mark.long
 def test_driver_without_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     document = detect(nvml_stub, tmp_path, NVML_STUB_DEVICES="0")
     assert (document["profile"]["device"], document["profile"]["gpus_per_node"]) == ("cpu", 0)

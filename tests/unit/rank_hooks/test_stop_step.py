@@ -75,7 +75,11 @@ def build_agents(tmp_path: Path, nodes: int) -> list[StopStepAgreement]:
 
 @pytest.mark.parametrize(
     ("nodes", "step_s", "in_step"),
-    [(1, 0.002, False), (1, 0.3, False), (1, 0.002, True), (2, 0.003, True), (2, 0.2, True)],
+    [
+        (1, 0.002, False),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, 0.3, False), (1, 0.002, True), (2, 0.2, True)]),
+        (2, 0.003, True),
+    ],
 )
 def test_all_ranks_stop_after_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, step_s: float, in_step: bool

@@ -101,6 +101,7 @@ def test_cancelled_pending_job_keeps_the_limit_of_two_at_once(submit: Submit, tm
     assert_started(tmp_path, "r0", "r1", "r3")
 
 
+@pytest.mark.long
 def test_requeued_predecessor_keeps_its_turn(submit: Submit, tmp_path: Path) -> None:
     (a, first), (_, second) = submit(2)
     wait_for_state(first, RUNNING)
@@ -111,6 +112,7 @@ def test_requeued_predecessor_keeps_its_turn(submit: Submit, tmp_path: Path) -> 
     assert_started(tmp_path, "r0", "r0", "r1")
 
 
+@pytest.mark.long
 def test_job_starts_if_its_predecessors_supervisor_was_killed(submit: Submit) -> None:
     (_, first), (_, second) = submit(2)
     wait_for_state(first, RUNNING)

@@ -165,6 +165,7 @@ def test_what_does_not_exist_says_so(home: Path, path: str) -> None:
     assert answer.status_code == 404 and "Traceback" not in answer.text
 
 
+@pytest.mark.long
 def test_rows_of_ended_runs_are_there_at_the_next_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = ("completed", "failed", "running")
     runs = [ui_home.make_run(home, NOW, small(f"r{i}", state), seed=i) for i, state in enumerate(states)]

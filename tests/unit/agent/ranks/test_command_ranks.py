@@ -162,7 +162,9 @@ def test_program_has_default_signals(start: Start, tmp_path: Path) -> None:
     assert read_rank_records(tmp_path, [0])[0].kind == "killed"
 
 
-@pytest.mark.parametrize("command", [("bash", "-c", "{program} & wait"), ("./run.sh",)])
+@pytest.mark.parametrize(
+    "command", [("bash", "-c", "{program} & wait"), pytest.param(("./run.sh",), marks=pytest.mark.long)]
+)
 def test_program_below_a_shell_gets_the_signal_and_may_save(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:

@@ -56,7 +56,7 @@ def failures(waits: Sequence[Callable[[], bytes]]) -> list[BaseException | None]
     return on_all(waits, failure)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 9, 17, pytest.param(65, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [1, 2, 9, *(pytest.param(size, marks=pytest.mark.long) for size in (8, 17, 65))])
 def test_all_ranks_get_all_payloads_in_rank_order(size: int) -> None:
     with connect(size) as groups:
         payloads = [f"{group.rank};".encode() for group in groups]
@@ -107,6 +107,7 @@ def test_disconnected_rank_fails_the_operation_on_all_ranks(gone: int) -> None:
         assert failures([group.reduce(b"", b"".join) for group in alive]) == errors
 
 
+@pytest.mark.long
 def test_absent_rank_is_a_hang_on_the_first_rank_that_notices() -> None:
     with connect(9, timedelta(seconds=1)) as groups:
         waits = [group.reduce(b"", b"".join) for group in groups if group.rank != 3]
@@ -114,6 +115,7 @@ def test_absent_rank_is_a_hang_on_the_first_rank_that_notices() -> None:
         assert "hang" in kinds and kinds <= {"hang", "communication"}
 
 
+@pytest.mark.long
 def test_late_rank_does_not_get_the_result_of_another_operation() -> None:
     with connect(4, timedelta(seconds=1)) as groups:
         in_time = [group for group in groups if group.rank != 2]

@@ -101,7 +101,10 @@ def test_activation_count_matches_torch(name: str, checkpointing: str, mode: str
     assert estimated == pytest.approx(measured["activations"], rel=0.005, abs=tables)
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("single", "none"), ("tp-sp", "full"), ("cp", "none")])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [("single", "none"), pytest.param("tp-sp", "full", marks=pytest.mark.long), ("cp", "none")],
+)
 def test_mask_of_documents_is_counted_once(name: str, checkpointing: str) -> None:
     layout = msgspec.structs.replace(LAYOUTS[name], activation_checkpointing=checkpointing)
     masked = PassConfig(LENGTH, BATCH, has_document_mask=True)

@@ -311,6 +311,7 @@ def test_files_of_killed_agents_are_removed(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {fresh.name, others.name, foreign.name}
 
 
+@pytest.mark.long
 def test_http_and_textfile_together(tmp_path: Path, export: Callable[..., WatchedExporter]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS), textfile=str(tmp_path))
     watched.exporter.start()

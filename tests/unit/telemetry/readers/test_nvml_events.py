@@ -44,6 +44,7 @@ def test_every_occurrence_counts(nvml_stub: Stub) -> None:
     assert short(repeated) == short(events)
 
 
+@pytest.mark.long
 def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO + "device 0 events 0\nfail 1 nvmlDeviceRegisterEvents 4\n")
     listening, events = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
@@ -56,6 +57,7 @@ def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
     assert events == [listening]
 
 
+@pytest.mark.long
 def test_driver_with_only_xids(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 events 8\n")
     with_events = "device 0 uuid GPU-a\ndevice 0 events 8\nevent 0 0 xid 48\nevent 0 0 dbe\n"

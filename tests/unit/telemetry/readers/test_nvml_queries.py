@@ -138,7 +138,7 @@ def test_field_that_the_driver_does_not_know(nvml_stub: Stub) -> None:
     assert values["energy_j"] == 5
 
 
-@pytest.mark.parametrize("generation", [2, 3, 4, 5])
+@pytest.mark.parametrize("generation", [5, *(pytest.param(older, marks=pytest.mark.long) for older in (2, 3, 4))])
 def test_nvlink_errors_of_each_generation(nvml_stub: Stub, generation: int) -> None:
     """Totals before Hopper, links one by one on Hopper, a sum from Blackwell on (NVML's change log, v525 and v565)."""
     nvml_stub.drive(f"device 0 nvlinks 12\ndevice 0 nvlink_errors 7\ndevice 0 nvlink_version {generation}\n")
@@ -193,7 +193,7 @@ def test_error_code_affects_only_its_field(nvml_stub: Stub) -> None:
         assert values["temperature_c"] == 30
 
 
-@pytest.mark.parametrize("code", [3, 4])
+@pytest.mark.parametrize("code", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_driver_without_support_gives_only_reasons(nvml_stub: Stub, code: int) -> None:
     calls = ["nvmlDeviceGet" + n for n in ("MemoryInfo", "MemoryInfo_v2", "FieldValues", "PowerUsage", "TemperatureV")]
     calls += ["nvmlDeviceGet" + n for n in ("UtilizationRates", "Temperature", "ClockInfo", "TotalEnergyConsumption")]
@@ -306,6 +306,7 @@ def test_no_driver(nvml_stub: Stub) -> None:
     assert read_all(nvml_stub.environ())["error"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
 
 
+@pytest.mark.long
 def test_stub_creates_devices_of_its_host(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(NVML_STUB_FILE=str(nvml_stub.folder / "gpus-of-%h.txt"), NVML_STUB_DEVICES="8")
     reading = read_all(env)

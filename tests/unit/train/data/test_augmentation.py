@@ -13,6 +13,8 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.data.augmentation import AugmentedImages
 from clustertrain.train.data.images import LabelSlices
 
+pytestmark = pytest.mark.long  # as the import of kornia
+
 SIZE, COUNT = 12, 40
 
 

@@ -68,6 +68,7 @@ def test_targets_are_the_answers_and_nothing_else(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again[2], train[2], strict=True))
 
 
+@pytest.mark.long
 def test_training_step_on_chats(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     with ct.session(seed=1, device="cpu") as session:

@@ -142,6 +142,7 @@ def test_byte_beyond_vocab_size_raises() -> None:
         next(make_loader(task))
 
 
+@pytest.mark.long
 def test_validation_split_ignores_the_seed() -> None:
     parts = [
         make_task(model=DIGITS, train={"seed": seed}, data={"path": "digits", "validation": 0.2}) for seed in (1, 2)
@@ -151,6 +152,7 @@ def test_validation_split_ignores_the_seed() -> None:
     assert parts[0].dataset.version == parts[1].dataset.version
 
 
+@pytest.mark.long
 def test_only_training_images_are_augmented() -> None:
     task = make_task(model=DIGITS, data={"path": "digits", "validation": 0.2, "augment": {"flip": True, "mixup": 0.2}})
     assert isinstance(task.dataset, AugmentedImages)
@@ -162,6 +164,7 @@ def test_only_training_images_are_augmented() -> None:
     assert inputs.shape == (4, 8, 8, 1) and targets.shape == (4, 10)
 
 
+@pytest.mark.long
 def test_digit_halves_for_two_towers() -> None:
     two_tower = {"kind": "two-tower", "vocab_size": 17, "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1}
     task = make_task(model=two_tower, data={"path": "digits", "seq_len": 32})

@@ -86,6 +86,7 @@ def test_position_resumes_the_order_on_other_ranks() -> None:
     assert [[int(i) for one in resumed for i in next(one)[0]] for _ in range(4)] == whole[5:]
 
 
+@pytest.mark.long
 def test_item_is_a_list_only_for_micro_batches() -> None:
     for workers in (0, 1):
         whole, parts = make_loader(workers=workers), make_loader(workers=workers, micro_batch=4)
@@ -120,6 +121,7 @@ def test_augmentation_in_workers_depends_only_on_position() -> None:
         each.close()
 
 
+@pytest.mark.long
 def test_reading_without_workers_matches_workers() -> None:
     in_process, workers = make_loader(Noisy()), make_loader(Noisy(), workers=2)
     for _ in range(4):
@@ -162,7 +164,7 @@ class Bad(Squares):
         return f"file {i}"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("size", "limits", "pattern"),
     [

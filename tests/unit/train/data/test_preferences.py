@@ -194,6 +194,7 @@ def test_reference_is_the_sum_of_the_answers_log_probabilities(tmp_path: Path) -
             other.load_state_dict(trainer.task.reference.state_dict())
 
 
+@pytest.mark.long
 def test_stop_during_the_reference_saves_nothing(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     with pytest.raises(SystemExit), ct.session(checkpoint_dir=tmp_path / "run", seed=1, device="cpu") as session:

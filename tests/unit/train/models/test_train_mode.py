@@ -63,6 +63,7 @@ def test_script_is_warned_in_the_first_training_step(mode: str, warned: bool, ca
         assert "call model.train()" in messages[0]
 
 
+@pytest.mark.long
 def test_trainer_switches_an_entry_to_training_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "entry_in_eval_mode.py").write_text(
         "from torch import nn\ndef model(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()\n"

@@ -161,6 +161,7 @@ def test_stop_at_rollback_step_saves_and_restores_nothing(tmp_path: Path, attemp
     assert [(a.committed_step, a.roll_backs) for a in attempts.load_attempts(run)] == [(2, 1), (8, 0)]
 
 
+@pytest.mark.long
 def test_next_attempt_rolls_back_if_stop_had_no_time(
     tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
