@@ -59,7 +59,10 @@ COMMANDS = {
     "open": ("clustertrain.cli.open:open_", "Show a run's report in a browser."),
     "ui": ("clustertrain.cli.ui:ui", "Show all runs, live, in a browser."),
     "track": ("clustertrain.cli.track:track", "Upload an ended run's metrics to trackers."),
-    "recipe": ("clustertrain.cli.recipe:recipe", "Explain the keys of recipes; print their JSON Schema."),
+    "recipe": (
+        "clustertrain.cli.recipe:recipe",
+        "Show a recipe with its defaults; explain keys; print the JSON Schema.",
+    ),
     "cluster": ("clustertrain.cli.cluster:cluster", "Detect, show and list cluster profiles."),
     "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
     "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),

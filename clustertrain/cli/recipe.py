@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain.cli.common import json_option, print_formatted, print_json
 from clustertrain.cli.completion import complete_keys
-from clustertrain.errors import NotFound
+from clustertrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from clustertrain.config.parsing.reference import Key, Table
     from clustertrain.report.documents.tools import RecipeKeys
+    from clustertrain.submit.recipe import ParsedRecipe
 
 URL = "https://json-schema.org/draft/2020-12/schema"
 
 
 @click.group()
 def recipe() -> None:
-    """Explain the keys of recipes; print their JSON Schema."""
+    """Show a recipe with its defaults; explain keys; print the JSON Schema."""
 
 
 @recipe.command(short_help="Show the type, default, range and meaning of a key.")
@@ -68,6 +70,65 @@ def schema() -> None:
     and as the first line of a recipe:  #:schema ./recipe.schema.json
     """
     print_formatted(build_schema())
+
+
+@recipe.command(short_help="Show every key of a recipe with its value.")
+@click.argument("file", metavar="[RECIPE.toml]", default="")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY.PATH=VALUE",
+    help="Set a recipe key.",
+    shell_complete=complete_keys,
+)
+def show(file: str, assignments: tuple[str, ...]) -> None:
+    """Show every key of RECIPE.toml with the value that a run gets: as TOML, with where it comes from.
+
+    Keys without a comment have their default. A plan chooses what is 0 or "auto" for its number of GPUs.
+    """
+    from clustertrain.submit.recipe import is_recipe_path, parse_recipe
+    from clustertrain.submit.request import SubmitRequest
+
+    if file and not is_recipe_path(Path(file)):
+        raise UsageError(f"{file}: not a recipe", fix="name a .toml file")
+    click.echo(_format_values(parse_recipe(SubmitRequest(target=file, assignments=assignments))), nl=False)
+
+
+def _format_values(parsed: ParsedRecipe) -> str:
+    """Return the recipe as TOML, with a comment on each value that is no default."""
+    import msgspec
+    import tomlkit
+
+    from clustertrain.config.checks.unused_keys import iter_keys
+    from clustertrain.config.parsing.presets import apply_preset
+    from clustertrain.config.recipe import Recipe
+
+    sources = [
+        (dict(iter_keys(parsed.overrides)), "--set"),
+        (dict(iter_keys(parsed.file_document)), json.dumps(parsed.request.target)[1:-1]),  # one line
+        (dict(iter_keys(apply_preset(parsed.document))), "model.preset"),
+    ]
+    defaults = dict(iter_keys(msgspec.to_builtins(Recipe())))
+
+    def build_table(values: dict[str, Any], prefix: str) -> tomlkit.items.Table:
+        table = tomlkit.table()
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict):
+                table[name] = build_table(value, f"{key}.")
+            elif value is not None:  # which TOML lacks: unset
+                table[name] = tomlkit.item(value)
+                source = next((label for keys, label in sources if key in keys), "model.init")
+                if value != defaults.get(key, value) or source != "model.init":
+                    table[name].comment(source)
+        return table
+
+    document = tomlkit.document()
+    values = msgspec.to_builtins(parsed.recipe)
+    for name in sorted(values, key=lambda name: isinstance(values[name], dict)):  # keys before tables
+        document.update(build_table({name: values[name]}, ""))
+    return tomlkit.dumps(document)
 
 
 def format_schema() -> str:

@@ -17,7 +17,9 @@ from click.testing import CliRunner, Result
 
 from clustertrain.cli.init import init
 from clustertrain.cli.recipe import build_schema, format_schema, recipe
-from clustertrain.errors import NotFound
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.errors import ConfigError, NotFound, UsageError
 from tests.paths import ROOT
 
 RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -133,3 +135,32 @@ def test_editors_mark_wrong_keys_and_values_of_a_new_recipe(tmp_path: Path, line
     (tmp_path / "wrong.toml").write_text(f"#:schema ./recipe.schema.json\n{line}\n")
     wrong = taplo("wrong.toml", cwd=tmp_path)
     assert wrong.returncode == 1 and said in wrong.stderr, wrong.stderr
+
+
+def test_shown_recipe_is_the_one_that_a_run_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "a\nb.toml"
+    Path(name).write_text('model.preset = "llama3.1-8b"\ndata.path = "x # \\n\\u007f"\noptim.lr = 2e-4\n')
+    shown = call("show", name, "--set", "train.steps=7").stdout
+    again = build(tomllib.loads(shown), Recipe, "again")
+    assert (again.model.layers, again.data.seq_len, again.train.steps, again.optim.lr) == (32, 8192, 7, 2e-4)
+    assert again.data.path == "x # \n\x7f"
+    lines = shown.splitlines()
+    assert "layers = 32 # model.preset" in lines and "steps = 7 # --set" in lines
+    assert "lr = 0.0002 # a\\nb.toml" in lines
+    assert "clip_norm = 1.0" in lines  # a default has no comment
+    assert build(tomllib.loads(call("show").stdout), Recipe, "default") == Recipe()
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if "init" not in p.read_text()], ids=lambda path: path.name)
+def test_examples_without_weights_can_be_shown(path: Path) -> None:
+    done = call("show", str(path))
+    assert done.exception is None
+    build(tomllib.loads(done.stdout), Recipe, path.name)
+
+
+def test_what_is_not_a_recipe_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(call("show", "train.py").exception, UsageError)
+    assert isinstance(call("show", "missing.toml").exception, ConfigError)
+    assert "optim.lr" in str(call("show", "--set", "optim.lrr=1").exception.fix)  # type: ignore[union-attr]
