@@ -9,6 +9,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from click import Command
 from click.testing import CliRunner, Result
@@ -17,7 +18,7 @@ from clustertrain import clock, fsio
 from clustertrain.cli.jobs import list_, status
 from clustertrain.cli.open import open_
 from clustertrain.cli.version import version
-from clustertrain.errors import NotFound, UsageError
+from clustertrain.errors import ConfigError, NotFound, UsageError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.submit.preflight import filesystem
 from tests.unit.report import live_runs
@@ -195,6 +196,23 @@ def test_page_opens_where_there_is_a_browser(run: RunDir, monkeypatch: pytest.Mo
     assert opened == []
     call(open_, run.id, "--output", str(tmp_path / "mine.html"))
     assert opened == [(tmp_path / "mine.html").as_uri()]
+
+
+def test_page_is_uploaded_to_an_object_store(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://bucket/{run.id}.html"
+    done = call(open_, run.id, "-o", url)
+    assert done.stdout == f"{url}\n" and not (run.path / "report.html").exists()
+    store = fsspec.filesystem("memory")
+    assert run.id.encode() in store.cat(f"/bucket/{run.id}.html")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("no such key id")
+
+    monkeypatch.setattr(type(store), "pipe_file", refuse)
+    monkeypatch.setattr(type(store), "_open", refuse)
+    error = call(open_, run.id, "-o", url).exception
+    assert isinstance(error, ConfigError) and "no such key id" in error.message and "credentials" in error.fix
+    assert isinstance(call(open_, run.id, "-o", "nope://x").exception, ConfigError)
 
 
 def test_version_has_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
