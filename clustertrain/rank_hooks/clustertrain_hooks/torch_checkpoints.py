@@ -65,9 +65,12 @@ def _follow_save(result: Any, began: float, state_dict: Any, storage_writer: Any
     progress.enter(heartbeat.TRAIN)
 
     def report_if_done() -> bool:
-        if ended and future.exception() is None and _is_written(folder):
-            progress.record_late_checkpoint(folder, step, began, stall_s=stall_s, save_s=ended[0] - began)
-        return bool(ended)
+        if not future.done():
+            return False
+        if future.exception() is None and _is_written(folder):
+            end = ended[0] if ended else time.monotonic()  # the callbacks of a future run after it is done
+            progress.record_late_checkpoint(folder, step, began, stall_s=stall_s, save_s=end - began)
+        return True
 
     progress.watch(report_if_done)
 

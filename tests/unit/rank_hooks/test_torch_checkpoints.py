@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -89,6 +90,28 @@ def test_save_in_the_background_counts_when_it_is_whole(tmp_path: Path, progress
     assert (event["event"], event["step"], event["path"]) == ("checkpoint", 3, str(tmp_path / "a"))
     assert 0 <= event["stall_s"] <= event["save_s"]
     assert len(read_events(tmp_path)) == 2  # and once
+
+
+def test_save_counts_as_soon_as_its_future_is_done(tmp_path: Path, progress: Progress) -> None:
+    """Who waits for a future can go on before its callbacks have run."""
+
+    class WithoutCallbacks(Future[None]):
+        def add_done_callback(self, fn: Any) -> None:
+            pass
+
+    future = WithoutCallbacks()
+    module = ModuleType("saver")
+    module.save, module.async_save = saver.save, lambda *_, **__: future  # type: ignore[attr-defined]
+    torch_checkpoints.install_save(module)
+    module.async_save(STATE, checkpoint_id=tmp_path)
+    (tmp_path / ".metadata").touch()
+    progress.end_step(4)
+    assert all(event["event"] != "checkpoint" for event in read_events(tmp_path))
+    future.set_result(None)
+    progress.end_step(5)
+    event = read_events(tmp_path)[-1]
+    assert (event["event"], event["step"], event["path"]) == ("checkpoint", 3, str(tmp_path))
+    assert 0 <= event["stall_s"] <= event["save_s"]
 
 
 def test_save_that_replaces_a_checkpoint_does_not_count_until_its_end(
