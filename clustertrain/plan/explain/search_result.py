@@ -27,6 +27,7 @@ from clustertrain.plan.search.layouts import (
 
 MAX_HOST_GIB = 1500.0  # available on a node with two terabytes
 _MIN_SHOWN_GAIN = 0.0005  # shown as 0.1% or more
+_SIMPLICITY_RULE = f"each further kind of parallelism must gain {SIMPLICITY_MARGIN:.0%}"
 MAX_CLUSTER_GPUS = 16_384  # of the largest published runs; end of the search for a number that fits
 
 
@@ -37,13 +38,11 @@ def explain_chosen(best: Candidate, result: SearchResult, gpu: str, reason: str)
         f"{subject}: {format_number(best.step_s)} s per step predicted, {format_gib(best.peak_gib)} per rank on {gpu}"
     ]
     fastest = min(result.fitting, key=lambda c: c.step_s)
-    gain = best.step_s / fastest.step_s - 1
-    if gain >= _MIN_SHOWN_GAIN and layouts.count_parallelisms(fastest.layout) != layouts.count_parallelisms(
-        best.layout
-    ):
+    gain = _compute_gain(fastest, best)
+    if gain >= _MIN_SHOWN_GAIN and _is_simpler(best, fastest):
         sentences.append(
-            f"{describe_candidate(fastest)} would be {gain:.1%} faster, but each further kind of parallelism must gain"
-            f" {SIMPLICITY_MARGIN:.0%}, because the prediction is no more accurate and a simple layout is easier to run"
+            f"{describe_candidate(fastest)} would be {gain:.1%} faster, but {_SIMPLICITY_RULE}, because the prediction "
+            "is no more accurate and a simple layout is easier to run"
         )
     sentences.append("time of a step: " + format_time_shares(best))
     if best.layout.activation_checkpointing != "none":
@@ -127,14 +126,21 @@ def batch_warnings(problem: SearchProblem, best: Candidate) -> list[str]:
     ]
 
 
+def _compute_gain(other: Candidate, best: Candidate) -> float:
+    """Return by how much more steps ``other`` does in the same time, relative to ``best``; negative if fewer."""
+    return best.step_s / other.step_s - 1
+
+
+def _is_simpler(candidate: Candidate, other: Candidate) -> bool:
+    return layouts.count_parallelisms(candidate.layout) < layouts.count_parallelisms(other.layout)
+
+
 def _compare_speed(other: Candidate, best: Candidate) -> str:
-    slowdown = other.step_s / best.step_s - 1
-    if slowdown < 0:
-        return (
-            f"{describe_candidate(other)}: {format_number(other.step_s)} s per step, {-slowdown:.1%} faster, which is"
-            " within the error"
-        )
-    return f"{describe_candidate(other)}: {format_number(other.step_s)} s per step, {slowdown:.1%} slower"
+    subject = f"{describe_candidate(other)}: {format_number(other.step_s)} s per step"
+    if other.step_s >= best.step_s:
+        return f"{subject}, {other.step_s / best.step_s - 1:.1%} slower"
+    reason = f"but {_SIMPLICITY_RULE}" if _is_simpler(best, other) else "which is within the error"
+    return f"{subject}, {_compute_gain(other, best):.1%} faster, {reason}"
 
 
 def exclusion_reason(problem: SearchProblem, name: str) -> str:

@@ -72,10 +72,28 @@ def test_rejected_family_shows_relative_speed() -> None:
         if match is None:
             continue
         fastest_s = min(c.step_s for c in outcome.fitting if c.family == family)
-        percent = float(match[1]) * (1 if match[2] == "slower" else -1)
-        assert percent == pytest.approx(100 * (fastest_s / outcome.best.step_s - 1), abs=0.051)
-        assert match[2] == "slower" or "within the error" in reason
+        ratio = fastest_s / outcome.best.step_s
+        expected = ratio - 1 if match[2] == "slower" else 1 / ratio - 1
+        assert float(match[1]) == pytest.approx(100 * expected, abs=0.051)
+        assert match[2] == "slower" or "within the error" in reason or "must gain" in reason
     assert any("slower" in reason for reason in explain(search_problem).values())
+
+
+def test_a_faster_layout_has_the_same_figure_and_reason_wherever_it_is_named() -> None:
+    rng, named = random.Random(5), 0
+    for _ in range(60):
+        search_problem = random_problem(rng)
+        outcome = search(search_problem)
+        if outcome.best is None:
+            continue
+        why = " ".join(search_result.explain_chosen(outcome.best, outcome, "GPU", ""))
+        for reason in dict(search_result.explain_rejected(search_problem, outcome)).values():
+            layout, _, rest = reason.partition(":")
+            match = re.search(rf"{re.escape(layout)} would be ([\d.]+)% faster", why)
+            if match is not None:
+                named += 1
+                assert f"{match[1]}% faster" in rest and "within the error" not in rest and "must gain 5%" in rest
+    assert named > 2
 
 
 @pytest.mark.parametrize(
