@@ -29,8 +29,8 @@ function show(body, document_, run) {
   const { rows } = document_;
   const problems = document_.damage.map((text) => problem(text));
   if (!rows.length) {
-    const { saved } = run.status ?? {};
-    body.replaceChildren(el("p", "soft", saved ? `The program saves its own checkpoints; the newest is ${saved}.` : "No checkpoint has been saved yet."), ...problems);
+    const { saved, is_final: isFinal } = run.status ?? {};
+    body.replaceChildren(el("p", "soft", saved ? `The program saves its own checkpoints; the newest is ${saved}.` : `No checkpoint ${isFinal ? "was saved" : "has been saved yet"}.`), ...problems);
     return;
   }
   const metric = rows.find((r) => r.metric)?.metric.name;

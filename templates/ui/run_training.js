@@ -117,7 +117,7 @@ export function create(panel, run) {
       build(names);
     }
     controls.bar.hidden = !data.steps.length;
-    about.replaceChildren(describe(data), ...data.problems.map((text) => problem(`Not read: ${text}`)));
+    about.replaceChildren(describe(data, run), ...data.problems.map((text) => problem(`Not read: ${text}`)));
     if (!data.steps.length) return;
     const points = run.curves.points;
     view.axes.time.setRange([points.times[0], points.times.at(-1)]);
@@ -173,8 +173,8 @@ function backdrop(run) {
   };
 }
 
-function describe(data) {
-  if (!data.steps.length) return "The run has logged no step yet. Points appear here as it writes them.";
+function describe(data, run) {
+  if (!data.steps.length) return run.status?.is_final ? "The run logged no step." : "The run has logged no step yet. Points appear here as it writes them.";
   const each = data.rows_per_point > 1 ? `; each point is the mean of ${data.rows_per_point} rows, the band spans their values` : "";
   const left = data.left_out.length ? ` ${data.left_out.length} scalars beyond the first 400 are not shown.` : "";
   return `${whole(data.rows)} rows${each}.${left} Drag over a chart to zoom, double-click to show all; on a focused chart the arrow keys move the cursor, + and − zoom, 0 resets.`;
