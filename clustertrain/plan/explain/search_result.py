@@ -214,11 +214,8 @@ def _fits_on(problem: SearchProblem, nodes: int) -> bool:
         return False  # no layout shards over more than all ranks
     constraints = dataclasses.replace(problem.constraints, dp_replicate=0, dp_shard=0)
     global_batch = -(-problem.global_batch // world_size) * world_size
-    return (
-        layouts.search(
-            dataclasses.replace(problem, world_size=world_size, global_batch=global_batch, constraints=constraints)
-        ).best
-        is not None
+    return layouts.fits_any(
+        dataclasses.replace(problem, world_size=world_size, global_batch=global_batch, constraints=constraints)
     )
 
 
@@ -276,5 +273,5 @@ def _iter_fitting_changes(problem: SearchProblem) -> Iterator[str]:
     )
     for description, change in changes:
         modified = dataclasses.replace(problem, **change)
-        if modified != problem and layouts.search(modified).best:
+        if modified != problem and layouts.fits_any(modified):
             yield description

@@ -175,6 +175,19 @@ def search(problem: SearchProblem) -> SearchResult:
     return _Search(problem).run()
 
 
+def fits_any(problem: SearchProblem) -> bool:
+    """Return whether any valid layout fits."""
+    # Full recomputation needs least.
+    mode = problem.constraints.activation_checkpointing or "full"
+    constraints = dataclasses.replace(problem.constraints, activation_checkpointing=mode)
+    search = _Search(dataclasses.replace(problem, constraints=constraints), bounds_first=True)
+    for partial in search.sorted_partials():
+        search.try_sharding(partial)
+        if search.fitting:
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class _PartialCandidate:
     """Degrees, micro-batch and recomputation, with the time that does not depend on how parameters are sharded."""
@@ -185,8 +198,9 @@ class _PartialCandidate:
 
 
 class _Search:
-    def __init__(self, problem: SearchProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: SearchProblem, *, bounds_first: bool = False) -> None:
+        """``bounds_first`` is faster if few layouts fit, and does not keep those that do not."""
+        self.problem, self.bounds_first = problem, bounds_first
         self.compute_times: dict[tuple[int, int, int, bool], ComputeTime] = {}
         self.pass_cache: PassCache = {}
         self.fastest_by_family: dict[str, float] = {}  # seconds
@@ -200,15 +214,18 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Run the search in the order of the best possible time, which rules out most of the rest."""
+        for partial in self.sorted_partials():
+            if partial.without_dp.total_s > MAX_SLOWDOWN * min(self.fastest_by_family.values(), default=math.inf):
+                break
+            self.try_sharding(partial)
+        return self.build_result()
+
+    def sorted_partials(self) -> list[_PartialCandidate]:
+        """Return all of them, by the best possible time."""
         partials = [
             partial for degrees in _parallel_degrees(self.problem) for partial in self._partial_candidates(*degrees)
         ]
-        partials.sort(key=lambda partial: partial.without_dp.total_s)
-        for partial in partials:
-            if partial.without_dp.total_s > MAX_SLOWDOWN * min(self.fastest_by_family.values(), default=math.inf):
-                break
-            self._try_sharding(partial)
-        return self.build_result()
+        return sorted(partials, key=lambda partial: partial.without_dp.total_s)
 
     def _partial_candidates(
         self, tp: int, cp: int, pp: int, schedule: str | None, virtual_stages: int
@@ -242,7 +259,7 @@ class _Search:
                 )
                 yield _PartialCandidate(layout, config, without_dp)
 
-    def _try_sharding(self, partial: _PartialCandidate) -> None:
+    def try_sharding(self, partial: _PartialCandidate) -> None:
         """Try each kind of data parallelism that could win."""
         open_layout, pass_bounds = partial.layout, self._bound_pass(partial)
         for strategy, replicate, shard in _data_parallel_options(
@@ -264,6 +281,10 @@ class _Search:
             )  # fmt: skip
             if self.problem.parallel.offload and layout.is_fully_sharded:
                 layout = msgspec.structs.replace(layout, offload=True)
+            if self.bounds_first and layout_key not in self.state_bounds:
+                self.state_bounds[layout_key] = self._bound_state(partial, layout)
+                if self._exceeds_limit(self.state_bounds[layout_key], pass_bounds):
+                    continue
             self._keep_fastest(partial, layout, family, layout_key)
 
     def _bound_pass(self, partial: _PartialCandidate) -> LowerBounds:
@@ -276,6 +297,10 @@ class _Search:
         config = dataclasses.replace(partial.config, autocast=False)
         return memory.bound_pass(self.problem.model, partial.layout, config, self.problem.framework)
 
+    def _bound_state(self, partial: _PartialCandidate, layout: Layout) -> LowerBounds:
+        config = _final_config(partial, layout)
+        return memory.bound_state(self.problem.model, layout, config, self.problem.framework)
+
     def _exceeds_limit(self, state: LowerBounds, passes: LowerBounds) -> bool:
         return max(map(sum, zip(state, passes, strict=True))) > self.problem.limit_gib * memory.GIB
 
@@ -284,7 +309,7 @@ class _Search:
     ) -> None:
         """Keep the fastest candidate that fits; memory is more expensive to estimate than time, so it comes last."""
         problem, incumbent = self.problem, self.fitting.get(layout_key)
-        config = dataclasses.replace(partial.config, autocast=False) if layout.is_fully_sharded else partial.config
+        config = _final_config(partial, layout)
         for defer in self._defer_options(layout, config):
             variant = msgspec.structs.replace(layout, defer_reduction=defer)
             step = step_time.add_data_parallel(
@@ -305,7 +330,7 @@ class _Search:
                 self.fastest_by_tie_key[tie_key] = min(step.step_s, self.fastest_by_tie_key.get(tie_key, step.step_s))
                 return
         if layout_key not in self.state_bounds:
-            self.state_bounds[layout_key] = memory.bound_state(problem.model, layout, config, problem.framework)
+            self.state_bounds[layout_key] = self._bound_state(partial, layout)
             self.not_fitting[layout_key] = candidate
 
     def _defer_options(self, layout: Layout, config: PassConfig) -> tuple[bool, ...]:
@@ -364,22 +389,40 @@ class _Search:
             )
         return self.compute_times[key]
 
+    def _find_smallest(self) -> list[Candidate]:
+        """Return the candidate that needs least of each family in which nothing fits.
+
+        Those with the least state come first, so that most of the others need more for their state alone.
+        """
+        by_bound = sorted(
+            (max(self.state_bounds[key]) / memory.GIB, i, candidate)
+            for i, (key, candidate) in enumerate(self.not_fitting.items())
+            if candidate.family not in self.fastest_by_family
+        )
+        smallest: dict[str, tuple[float, int, Candidate]] = {}  # with the memory, GiB, and the order of the search
+        for bound_gib, i, candidate in by_bound:
+            family = candidate.family
+            if family in smallest and bound_gib > smallest[family][0]:
+                continue
+            variant = self._smallest_variant(candidate)
+            found = (variant.peak_gib, i, variant)
+            smallest[family] = min(smallest.get(family, found), found)
+        return [variant for _, _, variant in sorted(smallest.values())]
+
     def build_result(self) -> SearchResult:
         """Return the result of the search so far."""
-        variants = [
-            self._smallest_variant(c) for c in self.not_fitting.values() if c.family not in self.fastest_by_family
-        ]
-        smallest: dict[str, Candidate] = {}
-        for c in sorted(variants, key=lambda c: c.peak_gib):
-            smallest.setdefault(c.family, c)
         # One that would fit is slower than MAX_SLOWDOWN allows.
-        unfit = [c for c in smallest.values() if c.peak_gib > self.problem.limit_gib]
+        unfit = [c for c in self._find_smallest() if c.peak_gib > self.problem.limit_gib]
         return SearchResult(
             fitting=tuple(rank_candidates(list(self.fitting.values()))),
             smallest=tuple(unfit),
             considered=self.considered,
             families_tried=frozenset(self.families_tried),
         )
+
+
+def _final_config(partial: _PartialCandidate, layout: Layout) -> PassConfig:
+    return dataclasses.replace(partial.config, autocast=False) if layout.is_fully_sharded else partial.config
 
 
 def rank_candidates(candidates: list[Candidate]) -> list[Candidate]:
