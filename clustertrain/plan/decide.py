@@ -24,7 +24,8 @@ from clustertrain.plan.explain.decision import (
 from clustertrain.plan.layout import Batch, Layout, Strategy, format_gib
 from clustertrain.plan.request import PlanRequest
 from clustertrain.plan.search import layouts
-from clustertrain.plan.search.layouts import Candidate, SearchProblem, SearchResult
+from clustertrain.plan.search.layouts import Candidate, SearchResult
+from clustertrain.plan.search.problem import SearchProblem
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,10 @@ def _decide_by_search(
         checked = request.build_layout(strategy or "fsdp")  # refuses what cannot be
         check_divides(problem.global_batch, checked.data_parallel, request.spec.recipe.train.micro_batch)
     result = layouts.search(problem)
-    if result.best is None:  # then nearer to the border than one should go
-        result = layouts.search(dataclasses.replace(problem, limit_gib=request.capacity_gib or request.limit_gib))
+    # Otherwise nearer to the border than is safe.
+    whole = dataclasses.replace(problem, limit_gib=request.capacity_gib or request.limit_gib)
+    if result.best is None and layouts.fits_any(whole):
+        result = layouts.search(whole)
     if result.best is None:
         return _choose_smallest(request, problem, result, strategy, reason)
     is_single = result.best.layout.strategy == "single" and (request.world_size == 1 or request.has_degrees())

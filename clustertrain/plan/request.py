@@ -28,7 +28,7 @@ from clustertrain.plan.layout import (
     format_checkpointing,
     resolve_dp_degrees,
 )
-from clustertrain.plan.search.layouts import SearchConstraints, SearchProblem
+from clustertrain.plan.search.problem import SearchConstraints, SearchProblem
 
 DEFAULT_GPU_GIB = 16.0  # for an unknown GPU: the smallest memory of data-center GPUs in use
 DEFAULT_CPU_GIB = 4.0  # a rank's share of a host's memory

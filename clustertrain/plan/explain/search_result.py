@@ -13,17 +13,16 @@ from clustertrain.plan.batch import nearest_multiples
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import format_gib, format_number, pluralize
 from clustertrain.plan.search import layouts
+from clustertrain.plan.search.degrees import MAX_SHARD_GROUP, indivisible_sizes
 from clustertrain.plan.search.layouts import (
     FAMILIES,
-    MAX_SHARD_GROUP,
     MAX_SLOWDOWN,
     SIMPLICITY_MARGIN,
     Candidate,
-    SearchProblem,
     SearchResult,
     classify_layout,
-    indivisible_sizes,
 )
+from clustertrain.plan.search.problem import SearchProblem
 
 MAX_HOST_GIB = 1500.0  # available on a node with two terabytes
 _MIN_SHOWN_GAIN = 0.0005  # shown as 0.1% or more

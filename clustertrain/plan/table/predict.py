@@ -15,6 +15,7 @@ from clustertrain.plan.cost.memory import GIB, MemoryEstimate
 from clustertrain.plan.cost.model_shape import attention_flops, matmul_parameters
 from clustertrain.plan.cost.step_time import StepEstimate
 from clustertrain.plan.search import layouts
+from clustertrain.plan.search.problem import SearchConstraints, SearchProblem
 from clustertrain.plan.table import assumptions, rows
 from clustertrain.plan.table.cells import parse_number
 from clustertrain.plan.table.rows import TableRow
@@ -214,7 +215,7 @@ def _fill_defaults(row: TableRow, constants: CostConstants) -> tuple[TableRow, l
 
 def _with_layout(row: TableRow) -> tuple[TableRow, str]:
     """Return the row with a layout, and a note. Raise ConfigError if the model fits in no layout."""
-    problem = layouts.SearchProblem(
+    problem = SearchProblem(
         model=row.shape,
         world_size=row.gpus,
         gpus_per_node=row.gpus_per_node,
@@ -225,7 +226,7 @@ def _with_layout(row: TableRow) -> tuple[TableRow, str]:
         machine=step_time.Machine(row.network, compute.build_rates(row.gpu, row.precision)),
         framework=row.framework,
         limit_gib=memory.SAFE_FRACTION * row.capacity_gib,
-        constraints=layouts.SearchConstraints(
+        constraints=SearchConstraints(
             micro_batch=row.micro_batch,
             activation_checkpointing=row.activation_checkpointing if row.activation_checkpointing == "full" else "",
             cp=1 if row.seq_len <= LONG_SEQ_LEN else 0,

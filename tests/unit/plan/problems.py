@@ -20,7 +20,9 @@ from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.hardware_rates import build_machine
 from clustertrain.plan.cost.model_shape import DecoderShape, DecoderSizes
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.search.layouts import VIRTUAL_STAGES, Candidate, SearchConstraints, SearchProblem
+from clustertrain.plan.search.degrees import VIRTUAL_STAGES
+from clustertrain.plan.search.layouts import Candidate
+from clustertrain.plan.search.problem import SearchConstraints, SearchProblem
 
 LLAMA_8B = ModelSpec(**PRESETS["llama3.1-8b"])
 LLAMA_405B = ModelSpec(**PRESETS["llama3.1-405b"])

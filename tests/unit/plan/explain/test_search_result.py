@@ -19,7 +19,8 @@ from clustertrain.config.train import TrainSpec
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.explain import search_result
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.plan.search.layouts import FAMILIES, SearchProblem, search
+from clustertrain.plan.search.layouts import FAMILIES, search
+from clustertrain.plan.search.problem import SearchProblem
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 pytestmark = pytest.mark.long

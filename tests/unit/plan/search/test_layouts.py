@@ -17,11 +17,11 @@ from clustertrain.plan.search.layouts import (
     SIMPLICITY_MARGIN,
     TIE_MARGIN,
     Candidate,
-    SearchProblem,
     count_parallelisms,
     penalized_step_s,
     search,
 )
+from clustertrain.plan.search.problem import SearchProblem
 from tests.unit.plan.problems import GPT_125M, LLAMA_8B, LLAMA_405B, SHALLOW, all_candidates, problem
 
 pytestmark = pytest.mark.long
