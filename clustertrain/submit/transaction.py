@@ -34,6 +34,7 @@ from clustertrain.submit.snapshot import code_snapshot, python_path
 from clustertrain.submit.snapshot.code_snapshot import CodeSnapshot
 
 MAX_LISTED_SECRETS = 5  # files in a note
+LARGE_SNAPSHOT_MIB = 10  # outside git; a larger one probably has more than code
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,12 @@ def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
         notes.append(
             f"not copied: {', '.join(snapshot.skipped_secrets[:MAX_LISTED_SECRETS])}{suffix} ({description}); copy with"
             f" --snapshot-include {shlex.quote(snapshot.skipped_secrets[0])}"
+        )
+    if snapshot.repository is None and snapshot.size_bytes > LARGE_SNAPSHOT_MIB * 1024**2:
+        size = f"{snapshot.size_bytes / 1024**2:.1f} MiB"
+        notes.append(
+            f"{size} copied: {snapshot.root} is not a git repository, so the copy has all files beside the script, also"
+            f" {snapshot.largest_file}"
         )
     # File names may contain control characters, which a terminal would interpret.
     return [note if note.isprintable() else ascii(note) for note in notes]

@@ -147,7 +147,8 @@ def choose(
         return JobPython(ranks, ranks, script, note if can_run else "")
     agents = own if ranks.find_agent_problem() and not has_setup else ranks
     without_torch = ", without torch" if ranks.lacks("torch") else ""
-    how = f"{script.name} does not use clustertrain, so it runs as a command: {ranks.path} {script.name}{without_torch}"
+    argv = f"{ranks.path} {script.name}{without_torch}"
+    how = f"{script.name} opens no session of clustertrain, so it runs as a command: {argv}"
     return JobPython(ranks, agents, _make_command(script, ranks), f"{how}; {note}" if note else how)
 
 

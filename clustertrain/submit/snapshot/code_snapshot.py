@@ -29,6 +29,12 @@ MAX_IGNORED = 10_000  # links to ignored files and folders
 _MIB = 1024 * 1024
 # --show-toplevel fails inside a .git folder and in a bare repository.
 _NO_REPOSITORY = ("not a git repository", "must be run in a work tree", "cannot change to")
+_FIX = "add files that are not code to .gitignore, or move the script to a folder of its own"
+# Only git reads .gitignore.
+_FIX_WITHOUT_GIT = (
+    "the folder is not a git repository, so all files beside the script are copied: move the script to a folder of its"
+    " own, or run `git init` there and add files that are not code to .gitignore"
+)
 _SKIPPED_FOLDERS = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache",
     ".ruff_cache", ".cache", ".tox", ".nox", ".ipynb_checkpoints", ".eggs",
@@ -47,6 +53,7 @@ class CodeSnapshot:
     """The same folder if it is that of a git repository."""
     files: int
     size_bytes: int
+    largest_file: str
     external_links: tuple[str, ...] = ()
     """Links out of the repository, which stay links."""
     script_source: str = ""
@@ -119,13 +126,14 @@ def take_snapshot(
     repository = find_repository_root(script.parent)
     root = repository or script.parent
     candidates = _walk_files(root) if repository is None else _list_git_files(root, "")
-    names = _select_names(root, script, candidates, exclude)
+    fix = _FIX if repository is not None else _FIX_WITHOUT_GIT
+    names = _select_names(root, script, candidates, exclude, fix)
     script_name = str(script.relative_to(root))
     _check_include(include, names, root)
     entries = _classify_files(
         root, names, lambda path: path == script_name or any(fnmatchcase(path, p) for p in include)
     )
-    _check_size(root, entries, limit_mib)
+    _check_size(root, entries, limit_mib, fix)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for entry in entries:
@@ -143,6 +151,7 @@ def take_snapshot(
         repository=repository,
         files=sum(e.kind != "secret" for e in entries),
         size_bytes=sum(e.size for e in entries),
+        largest_file=max(entries, key=lambda e: e.size).name,
         external_links=tuple(f"{e.name} -> {e.target}" for e in entries if e.kind == "outside"),
         script_source=next((e.target for e in entries if e.name == script_name and e.kind == "file"), ""),
         skipped_secrets=tuple(e.name for e in entries if e.kind == "secret"),
@@ -159,7 +168,7 @@ def _check_include(patterns: Sequence[str], names: Sequence[str], root: Path) ->
             )
 
 
-def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: Path | None) -> list[str]:
+def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: Path | None, fix: str) -> list[str]:
     excluded_prefix = f"{exclude.resolve()}{os.sep}" if exclude is not None else None
     names: dict[str, None] = {str(script.relative_to(root)): None}  # even if git ignores it
     is_behind_link = _build_link_check(root)
@@ -169,10 +178,7 @@ def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: 
         if excluded_prefix is None or not f"{root / name}{os.sep}".startswith(excluded_prefix):
             names[name] = None
         if len(names) > MAX_FILES:
-            raise ConfigError(
-                f"more than {MAX_FILES} files in {root}: this looks like data, not code",
-                fix="add the data to .gitignore, or move the script to a separate folder (or git repository)",
-            )
+            raise ConfigError(f"more than {MAX_FILES} files in {root}: this looks like data, not code", fix=fix)
     return list(names)
 
 
@@ -284,7 +290,7 @@ def _classify_file(root: Path, name: str, copied_paths: set[str], is_included: C
     return _Entry(name, "file", info.st_size, "" if is_inside else str(real))
 
 
-def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
+def _check_size(root: Path, entries: list[_Entry], limit_mib: int, fix: str) -> None:
     total = sum(e.size for e in entries)
     if total <= limit_mib * _MIB:
         return
@@ -292,7 +298,7 @@ def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
     listing = "".join(f"\n    {e.size / _MIB:8.1f} MiB  {e.name}" for e in largest)
     raise ConfigError(
         f"the code in {root} is {total / _MIB:.1f} MiB, more than {limit_mib} MiB; the largest files:{listing}",
-        fix="add files that are not code to .gitignore, or raise --snapshot-limit-mib",
+        fix=f"{fix}, or raise --snapshot-limit-mib",
     )
 
 

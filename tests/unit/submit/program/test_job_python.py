@@ -66,7 +66,10 @@ def test_plain_script_runs_with_the_python_of_the_shell(
         Path(python).write_text("#!/bin/sh\nexit 1\n")
     chosen = choose(tmp_path, script="print()\n")
     assert (chosen.ranks.path, chosen.agents.path) == (python if is_used else sys.executable, sys.executable)
-    assert chosen.note == f"train.py does not use clustertrain, so it runs as a command: {chosen.ranks.path} train.py"
+    assert (
+        chosen.note
+        == f"train.py opens no session of clustertrain, so it runs as a command: {chosen.ranks.path} train.py"
+    )
 
 
 def test_script_that_cannot_be_parsed_is_noted(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_script_that_cannot_be_parsed_is_noted(tmp_path: Path) -> None:
     make_python(tmp_path / "shell" / "python", TRAINER)
     fault = f"{tmp_path / 'train.py'}, line 1 is not valid for Python"
     plain = choose(tmp_path, script="print 'started'\n")
-    assert plain.note.startswith("train.py does not use clustertrain, so it runs as a command: ")
+    assert plain.note.startswith("train.py opens no session of clustertrain, so it runs as a command: ")
     assert f"; {fault}" in plain.note
     assert choose(tmp_path, script="print 'started'; import clustertrain\n").note.startswith(fault)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import ConfigError
+from clustertrain.submit import transaction
 from clustertrain.submit.snapshot import code_snapshot
 from clustertrain.submit.snapshot.code_snapshot import CodeSnapshot
 
@@ -279,6 +281,26 @@ def test_size_limit_names_largest_files_and_leaves_nothing(repository: Path, tmp
     assert "2.0 MiB  weights.pt" in str(e.value) and ".gitignore" in str(e.value)
     assert list((tmp_path / "run").iterdir()) == []
     take(repository / "scripts" / "train.py", tmp_path, limit_mib=3)
+
+
+def test_fix_outside_git_says_that_gitignore_needs_git_and_works(tmp_path: Path) -> None:
+    script = write(tmp_path / "plain" / "train.py")
+    write(tmp_path / "plain" / "ckpt" / "step-50.pt", "w" * (2 * 1024 * 1024))
+    with pytest.raises(ConfigError) as e:
+        take(script, tmp_path, limit_mib=1)
+    assert e.value.fix is not None and "`git init`" in e.value.fix
+    git(tmp_path / "plain", "init", "-q")
+    write(tmp_path / "plain" / ".gitignore", "ckpt/\n")
+    assert take(script, tmp_path, limit_mib=1)[0].largest_file in (".gitignore", "train.py")
+
+
+def test_large_copy_outside_git_is_noted(tmp_path: Path) -> None:
+    script = write(tmp_path / "plain" / "train.py")
+    write(tmp_path / "plain" / "ckpt" / "step-50.pt", "w" * (2 * 1024 * 1024))
+    snapshot, _ = take(script, tmp_path)
+    assert transaction.snapshot_notes(snapshot) == []
+    (note,) = transaction.snapshot_notes(dataclasses.replace(snapshot, size_bytes=59 * 1024**2))
+    assert note.startswith("59.0 MiB copied: ") and note.endswith("also ckpt/step-50.pt")
 
 
 def test_too_many_files_are_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
