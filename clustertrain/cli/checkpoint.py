@@ -24,6 +24,9 @@ from clustertrain.cli.completion import complete_runs
 from clustertrain.cli.progress import ProgressBar
 from clustertrain.config.checks.storage_paths import is_url
 from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, CheckpointError, NotFound, UsageError
+from clustertrain.printable import printable
+from clustertrain.run.attempts import load_attempts
+from clustertrain.run.run_dir import RunDir
 
 if TYPE_CHECKING:
     from clustertrain.report.documents.checkpoints import VerifiedCheckpoint
@@ -41,6 +44,8 @@ class CheckpointLocation:
     root: Folder
     folder: Folder | None = None
     step: int | None = None
+    run: RunDir | None = None
+    """The run, if the target is one."""
 
     @property
     def is_single(self) -> bool:
@@ -61,12 +66,28 @@ class CheckpointLocation:
                 f"--step {step}: RUN already names the checkpoint of step {own_step}", fix="leave one of them out"
             )
         if self.folder is None:
+            self._refuse_program()
             return inspect.find_checkpoint(self.root, own_step if step is None else step, needs_record=needs_record)
         if not has_commit_marker(self.folder):
             raise NotFound(
                 f"{self.folder} was never committed", fix="`clustertrain checkpoint list` shows the committed ones"
             )
         return self.folder
+
+    def find_program_checkpoint(self) -> str | None:
+        """Return the newest checkpoint that the run's program has saved itself; None if there is none."""
+        if self.run is None:
+            return None
+        return next((a.newest_checkpoint for a in reversed(load_attempts(self.run)) if a.newest_checkpoint), None)
+
+    def _refuse_program(self) -> None:
+        """Raise NotFound if the run has only checkpoints of its program."""
+        own = self.find_program_checkpoint()
+        if own is not None and not rollback.list_readable_folders(self.root):
+            raise NotFound(
+                f"{self.label} has no checkpoints of clustertrain: its program saves its own, the newest in {own}",
+                fix="read it with the program's own tools",
+            )
 
 
 def locate(name: str) -> CheckpointLocation:
@@ -82,10 +103,10 @@ def locate(name: str) -> CheckpointLocation:
         location = locate(run_name)
         if location.is_single:
             raise UsageError(f"{name}: {run_name} is already one checkpoint", fix=f"leave out @{step}")
-        return CheckpointLocation(location.label, location.root, step=int(step))
+        return CheckpointLocation(location.label, location.root, step=int(step), run=location.run)
     if "/" not in name:
         run = find_run(name)
-        return CheckpointLocation(run.id, run.checkpoints)
+        return CheckpointLocation(run.id, run.checkpoints, run=run)
     if is_url(name):
         remote = RemoteFolder(name)
         if not with_retries(remote.is_dir, remote):
@@ -93,7 +114,7 @@ def locate(name: str) -> CheckpointLocation:
         return _location_in(remote)
     path = settings.expand_user_path(name, "the checkpoint").absolute()
     if (path / "spec.toml").is_file():
-        return CheckpointLocation(path.name, path / "checkpoints")
+        return CheckpointLocation(path.name, path / "checkpoints", run=RunDir(path))
     if not path.is_dir():
         raise NotFound(f"{path} does not exist")
     return _location_in(path)
@@ -140,7 +161,9 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
     if rows:
         emit(make_console(), render_list(rows))
     else:
-        click.echo(f"no checkpoints in {location.root}", err=True)
+        own = location.find_program_checkpoint()
+        saved = "" if own is None else f"; the program saves its own, the newest in {printable(own)}"
+        click.echo(f"no checkpoints in {location.root}{saved}", err=True)
     for reason in damage_messages(rows):
         click.echo(reason)
     if record_error is not None:

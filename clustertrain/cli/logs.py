@@ -225,8 +225,10 @@ def _build_decoder() -> codecs.IncrementalDecoder:
 
 def _no_output_reason(run: RunDir, selection: LogSelection) -> str:
     numbers, attempt, node = [a.n for a in run.attempts()], selection.attempt, selection.node
-    if selection.job or not numbers:
+    if not numbers:
         return f"{run.id} has not printed anything yet"
+    if selection.job:
+        return f"the job of {run.id} has printed nothing{'' if attempt is None else f' in attempt {attempt}'}"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
     if node is not None:

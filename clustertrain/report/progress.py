@@ -182,7 +182,15 @@ def _find_checkpoint(status: RunStatus) -> tuple[int | None, float | None]:
         except OSError:  # pruned meanwhile
             return committed[-1], None
     looks = [a.checkpoint_times for a in status.history if a.checkpoint_times and a.newest_checkpoint]
-    return None, looks[-1][1] or None if looks else None
+    if looks:
+        return None, looks[-1][1] or None
+    for attempt in reversed(status.history):
+        if attempt.newest_checkpoint and attempt.committed_step is not None:  # of a framework
+            try:
+                return attempt.committed_step, Path(attempt.newest_checkpoint).stat().st_mtime
+            except OSError:  # pruned meanwhile
+                return attempt.committed_step, None
+    return None, None
 
 
 def iter_failures(attempt: AttemptDir) -> Iterator[Failure]:

@@ -49,7 +49,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Of a command whose checkpoints ``job.checkpoints`` names: when the newest one was saved, at the first and at the
     last look (UTC epoch s). None: not named."""
     newest_checkpoint: str | None = None
-    """Path of that checkpoint; None while the run has saved none."""
+    """Path of that checkpoint, or of the newest one of another framework; None while the run has saved none."""
     saved_checkpoint: bool = False
     """The attempt saved such a checkpoint."""
     earlier_step: int = 0
@@ -84,6 +84,7 @@ def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
     stopped = events.select_last(log, event_types.Stopped)
     checkpoints = _list_committed_steps(log)
     looks = list(events.select(log, event_types.ProgramCheckpoint))
+    framework_paths = [saved.path for saved in events.select(log, event_types.Checkpoint) if saved.path]
     newest_row = metrics.find_newest_row(run, attempt.n)
     last_step = ended.last_step if ended else None
     if first is None and restored is None:
@@ -113,7 +114,7 @@ def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
         ended_by_signal=ended is not None and ended.ended_by_signal is True,
         rolled_back_to=_oldest_rolled_back_step(log),
         checkpoint_times=(looks[0].modified or 0.0, looks[-1].modified or 0.0) if looks else None,
-        newest_checkpoint=looks[-1].path if looks else None,
+        newest_checkpoint=looks[-1].path if looks else framework_paths[-1] if framework_paths else None,
         saved_checkpoint=len(looks) > 1,
     )
 

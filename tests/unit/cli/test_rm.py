@@ -75,13 +75,14 @@ def test_running_run_is_refused_with_all_others(home: Path) -> None:
     ended, running = new_run(home, "net-abc234"), new_run(home, "net-xyz567", state="RUNNING")
     error = call(ended.id, running.id, "--yes", "--checkpoints").exception
     assert isinstance(error, ClusterTrainError) and f"clustertrain cancel {running.id}" in str(error)
-    assert ended.path.exists() and running.path.exists()
+    assert ended.path.exists() and running.path.exists() and error.fix == "leave out the runs that are kept"
 
 
 def test_checkpoint_is_deleted_only_on_request(home: Path) -> None:
     run = new_run(home, "net-abc234", checkpoint=True)
     error = call(run.id, "--yes").exception
     assert isinstance(error, ClusterTrainError) and "it has a checkpoint of step 10; --checkpoints" in str(error)
+    assert error.fix == "add --checkpoints"
     dry = call(run.id, "--checkpoints", "--dry-run", "--json")
     (row,) = json.loads(dry.stdout)["runs"]
     assert row["run"] == run.id and 100_000 <= row["bytes"] < 1_000_000 and row["deleted"] is False

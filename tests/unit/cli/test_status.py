@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import webbrowser
 from pathlib import Path
@@ -15,6 +16,7 @@ from click import Command
 from click.testing import CliRunner, Result
 
 from clustertrain import clock, fsio
+from clustertrain.cli.checkpoint import checkpoint
 from clustertrain.cli.jobs import list_, status
 from clustertrain.cli.open import open_
 from clustertrain.cli.version import version
@@ -85,6 +87,24 @@ def test_status_leads_with_progress_loss_and_checkpoint(run: RunDir) -> None:
     assert shown["state"] == "running"
     assert shown["step"] == "1200/10000 (12%), 500 ms per step, 1h14m left"
     assert shown["loss"] == "1.143, 1,050,000 tokens/s" and shown["checkpoint"] == "step 1000, 2m05s ago"
+
+
+def test_checkpoint_of_a_framework_is_shown_like_one_of_clustertrain(run: RunDir, tmp_path: Path) -> None:
+    shutil.rmtree(run.checkpoints)
+    saved = tmp_path / "program" / "step-1100"
+    saved.mkdir(parents=True)
+    os.utime(saved, (NOW - 65, NOW - 65))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("rank-0"))
+    log.append({"t": NOW - 65, "event": "checkpoint", "step": 1100, "path": str(saved)})
+    log.close()
+    assert "checkpoint  step 1100, 1m05s ago" in call(status, run.id).stdout
+    assert json.loads(call(status, run.id, "--json").stdout)["checkpoint_step"] == 1100
+    listed = call(checkpoint, "list", run.id)
+    assert listed.stderr == f"no checkpoints in {run.checkpoints}; the program saves its own, the newest in {saved}\n"
+    with pytest.raises(NotFound, match="its program saves its own, the newest in"):
+        raise call(checkpoint, "digest", run.id).exception or AssertionError
+    saved.rmdir()
+    assert "checkpoint  step 1100\n" in call(status, run.id).stdout
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
