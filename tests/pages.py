@@ -324,8 +324,13 @@ def _insights(gpus: list[GpuSummary], hosts: list[HostSummary], gpu_hours: float
     used = max(h.processes.rss_gib.max for h in hosts if h.processes is not None)
     return [
         _insight(idle, "critical", "gpu_unused", f"{gpu_label(idle)} was not used: its utilization stayed at 0",
-                 f"request fewer GPUs, or check `clustertrain logs llama-8b-pretrain-k3v7xq --rank {idle.ranks[0]}` "
-                 "why its rank idles", gpu_hours / len(gpus)),
+                 f"check `clustertrain logs llama-8b-pretrain-k3v7xq --rank {idle.ranks[0]}` for what its rank does; "
+                 "or request fewer GPUs", gpu_hours / len(gpus)),
+        _insight(slow, "warning", "straggler",
+                 f"rank {slow.ranks[0]} on {slow.node} needs {FORWARD_S + wait_s:.2f} s per step for "
+                 f"forward passes, {wait_s / FORWARD_S:.0%} more than the others: all wait for it",
+                 f"{_exclude(slow)} if it is always this rank; if the rank changes, samples differ "
+                 "in length", training_hours * wait_s / (STEP_S + wait_s)),
         _insight(hot, "warning", "throttled",
                  f"{gpu_label(hot)} throttles: heat lowered its clock for "
                  f"{hot.throttle_ratio.thermal:.0%} of the training, to {clock:,.0f} MHz "
@@ -334,11 +339,6 @@ def _insights(gpus: list[GpuSummary], hosts: list[HostSummary], gpu_hours: float
                  training_hours * max(0.0, 1 - clock / usual_clock)),
         _insight(faulty, xids.lookup_xid(XID).severity, "xid", f"{gpu_label(faulty)} {xids.format_report(XID)}",
                  xids.format_fix(XID, faulty.node)),
-        _insight(slow, "warning", "straggler",
-                 f"rank {slow.ranks[0]} on {slow.node} needs {FORWARD_S + wait_s:.2f} s per step for "
-                 f"forward passes, {wait_s / FORWARD_S:.0%} more than the others: all wait for it",
-                 f"{_exclude(slow)} if it is always this rank; if the rank changes, samples differ "
-                 "in length", training_hours * wait_s / (STEP_S + wait_s)),
         Insight(
             severity="info",
             code="host_memory_over_requested",

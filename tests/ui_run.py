@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from tests.unit.report import live_runs
 NODES = ("gpu-node-01", "gpu-node-02", "gpu-node-03", "gpu-node-04")
 RANKS, STEP_S, TOTAL = 32, 0.9, 10_000
 IDLE, HOT = ("gpu-node-02", 5), ("gpu-node-03", 3)
-RECORDED_S = 2400
-FIRST, LOST_FROM, NOW = 1, 2201, 5100  # steps: the first one, those that attempt 2 repeats from, the newest one
+RECORDED_S = 2400  # of each attempt, up to its end
+HOT_S, HOT_STEP_S = RECORDED_S * 2 / 3, 1.02  # how long before the end a GPU is too hot, and the time of a step then
+FIRST, LAST, LOST_FROM, NOW = 1, 2400, 2201, 5100  # steps: of attempt 1, the first of attempt 2, the newest one
 # Of a GPU while it trains: constants, and counters by their rate per second.
 CONSTANTS = {
     "memory_clock_mhz": 2619.0, "throttle_power": 0.0, "throttle_hardware": 0.0, "processes": 1.0, "ecc_corrected": 0.0,
@@ -60,15 +62,31 @@ def make(home: Path) -> RunDir:
     now = clock.now()
     run = live_runs.new_run(home, now, name="llama-1b-k3v7xq", spec=SPEC, submitted=2 * 3600)
     live_runs.create_job("local-1", run)
-    start = now - (NOW - LOST_FROM) * STEP_S
-    first_start = start - 900 - 2400 * STEP_S
-    _write_attempt(run.attempt(1), first_start, FIRST, 2400, start - 850)
-    _write_attempt(run.attempt(2), start, LOST_FROM, NOW, None)
+    hot_steps = int(HOT_S / HOT_STEP_S)
+    start = now - hot_steps * HOT_STEP_S - (NOW - LOST_FROM - hot_steps) * STEP_S
+    first_start = start - 900 - LAST * STEP_S
+
+    def time_of(step: int) -> float:
+        """Return when a step of attempt 2 ended."""
+        return start + (step - LOST_FROM) * STEP_S + max(0, step - NOW + hot_steps) * (HOT_STEP_S - STEP_S)
+
+    def first_time_of(step: int) -> float:
+        return first_start + step * STEP_S
+
+    first_end = first_time_of(LAST) + 50
+    _write_attempt(run.attempt(1), first_time_of, FIRST, LAST, first_end)
+    _write_attempt(run.attempt(2), time_of, LOST_FROM, NOW, None)
     rng = random.Random(1)
-    append(run.metrics_path(1), *[make_row(s, first_start + s * STEP_S, rng) for s in range(FIRST, 2401)])
-    append(run.metrics_path(2), *[make_row(s, start + (s - LOST_FROM) * STEP_S, rng) for s in range(LOST_FROM, NOW)])
+    append(run.metrics_path(1), *[make_row(s, first_time_of(s), STEP_S, rng) for s in range(FIRST, LAST + 1)])
+    append(
+        run.metrics_path(2),
+        *[make_row(s, time_of(s), HOT_STEP_S if s > NOW - hot_steps else STEP_S, rng) for s in range(LOST_FROM, NOW)],
+    )
     for i, node in enumerate(NODES):
-        change = _Change(rng)
+        live_runs.record(
+            run, node, first_end, first=8 * i, steps=LAST, seconds=int(LAST * STEP_S), change=_Change(rng, math.inf)
+        )
+        change = _Change(rng, RECORDED_S - HOT_S)
         live_runs.record(_Second(run), node, now, first=8 * i, steps=NOW, seconds=RECORDED_S, change=change)  # type: ignore[arg-type]
     for rank in range(RANKS):
         write_log(run.attempt(2), rank, range(4000, NOW))
@@ -79,13 +97,13 @@ def make(home: Path) -> RunDir:
     return run
 
 
-def make_row(step: int, t: float, rng: random.Random) -> dict[str, Any]:
+def make_row(step: int, t: float, step_s: float, rng: random.Random) -> dict[str, Any]:
     """Return the metric row of a step that ended at ``t``."""
     loss = 2.1 + 8.5 / (1 + step / 120) ** 0.8 + rng.gauss(0, 0.03)
     warm = min(1.0, step / 500)
     row = {
-        "step": step, "t": t, "loss": loss, "step_s": STEP_S + abs(rng.gauss(0, 0.02)),
-        "tokens_per_s": 2.33e6 * (1 + rng.gauss(0, 0.01)),
+        "step": step, "t": t, "loss": loss, "step_s": step_s + abs(rng.gauss(0, 0.02)),
+        "tokens_per_s": 2.1e6 / step_s * (1 + rng.gauss(0, 0.01)),
         "grad_norm": 0.4 + 2.5 / (1 + step / 200) + abs(rng.gauss(0, 0.08)),
         "lr": 3e-4 * warm * 0.5 * (1 + math.cos(math.pi * step / TOTAL)), "data_wait_s": 0.004 + rng.random() * 0.002,
         "allocated_gib": 61.2, "clip_fraction": 0.2 / (1 + step / 400) + rng.random() * 0.01,
@@ -128,15 +146,15 @@ class _Second:
 class _Change:
     """Noise, dips at checkpoints, and the two bad GPUs."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, hot_from_s: float) -> None:
+        self._rng, self._hot_from_s = rng, hot_from_s
         self._energy_j = [5e7] * 8
 
     def __call__(self, node: str, second: int, values: dict[str, float]) -> None:
         dip = 0.35 if second % 180 < 14 else 1.0
         for i in range(8):
             busy = 0.0 if (node, i) == IDLE else dip * (0.95 + self._rng.gauss(0, 0.012))
-            hot = (node, i) == HOT and second > RECORDED_S / 3
+            hot = (node, i) == HOT and second > self._hot_from_s
             use = min(1.0, max(0.0, busy * (0.66 if hot else 1.0)))
             self._energy_j[i] += 96 + 560 * use
             values |= {
@@ -158,7 +176,10 @@ class _Change:
         values |= {f"host.{name}": rate * second for name, rate in HOST_RATES.items()}
 
 
-def _write_attempt(attempt: AttemptDir, start: float, first: int, last: int, end: float | None) -> None:
+def _write_attempt(
+    attempt: AttemptDir, time_of: Callable[[int], float], first: int, last: int, end: float | None
+) -> None:
+    start = time_of(first)
     attempt.path.mkdir(parents=True)
     record = {"job_id": "local-1", "restart": attempt.n - 1, "nodes": list(NODES), "host": NODES[0], "t": start - 90}
     fsio.write_json(attempt.record, record)
@@ -168,7 +189,7 @@ def _write_attempt(attempt: AttemptDir, start: float, first: int, last: int, end
         append(rank, {"t": start - 20, "event": "restored", "step": first - 1, "restore_s": 21.0})
     append(rank, {"t": start, "event": "first_step", "step": first, "total": TOTAL})
     for step in range(first - first % 200 + 200, last, 200):
-        t = start + (step - first) * STEP_S
+        t = time_of(step)
         append(rank, {"t": t, "event": "checkpoint", "step": step, "stall_s": 1.2, "save_s": 14.1})
         append(rank, {"t": t + 12, "event": "evaluation", "step": step, "eval_s": 11.0})
     if end is not None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from clustertrain.plan.layout import format_number, pluralize
 from clustertrain.report.gpu_table import shorten_uuid
+from clustertrain.telemetry.insights.price import WAITED_FOR
 from clustertrain.telemetry.report_schema import Insight
 
 SEVERITY_SIGNS = {"critical": ("!!", "bold red"), "warning": ("! ", "bold yellow"), "info": ("i ", "bold cyan")}
@@ -71,7 +72,8 @@ def format_cost(insight: Insight) -> str:
     """Return what the finding cost, such as ``cost about 22.9 GPU-hours``; empty if unknown, or if the text says it."""
     if insight.gpu_hours is None or insight.code == "gpu_hours_wasted":
         return ""
-    return f"cost about {format_number(insight.gpu_hours)} GPU-hours"
+    hours = f"about {format_number(insight.gpu_hours)} GPU-hours"
+    return f"{hours} if all GPUs waited for it" if insight.code in WAITED_FOR else f"cost {hours}"
 
 
 def format_target(insight: Insight) -> str:

@@ -94,6 +94,8 @@ def _training_hours(job: JobContext) -> float | None:
     return None if share is None or job.summary.waste is None else job.summary.waste.gpu_hours * share
 
 
+WAITED_FOR = frozenset({"throttled", "power_capped", "slow_gpu", "straggler", "straggler_data"})
+"""Codes whose cost assumes that all GPUs waited for one."""
 _ESTIMATES: dict[str, Callable[[JobContext, Insight], float | None]] = {
     "gpu_unused": _one_idle_gpu,
     "gpus_unused": _causes("idle_gpus"),
