@@ -25,7 +25,7 @@ def verdict(insights: Sequence[Insight]) -> Text:
     counts = {severity: sum(i.severity == severity for i in insights) for severity in ("critical", "warning")}
     parts = [f"{counts['critical']} critical"] if counts["critical"] else []
     parts += [pluralize(counts["warning"], "warning")] if counts["warning"] else []
-    if not parts and any(i.code == "no_telemetry" for i in insights):
+    if not parts and is_unrecorded(insights):
         return Text("Nothing was recorded", style="bold yellow")
     if not parts:
         return Text("No problem found", style="bold green")
@@ -34,6 +34,11 @@ def verdict(insights: Sequence[Insight]) -> Text:
     # Only the counts in color: a sentence in red is hard to read on a dark background.
     text = (f": {worst.text}{format_target(worst)}", "bold")
     return Text.assemble((", ".join(parts), style), text, overflow="fold")
+
+
+def is_unrecorded(insights: Sequence[Insight]) -> bool:
+    """Return whether nothing, or nothing of some attempts, was recorded."""
+    return any(i.code == "no_telemetry" for i in insights)
 
 
 def render(insights: Sequence[Insight], show_all: bool = False) -> list[RenderableType]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.durations import format_duration, format_step_time
+from clustertrain.printable import printable
 from clustertrain.report import gpu_table, insights, status, terminal, timeline
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_max, stat_mean
 from clustertrain.report.terminal import Glyphs
@@ -69,6 +70,8 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
     user = f"by {summary.user}" if summary.user else None
     state = status.styled_state(summary.state) if summary.state else None
     row("Run", summary.run, state, _pluralize(len(summary.attempts), "attempt"), job, user)
+    if summary.failure_reason:
+        row("Failed", Text(printable(summary.failure_reason), style="red"))
     models = ", ".join(sorted({g.name for g in summary.gpus if g.name}))
     gpus = f"{_pluralize(len(summary.gpus), 'GPU')} allocated" if summary.gpus else "no GPU metrics"
     row("Where", _pluralize(len(summary.hosts), "node"), gpus, models, summary.layout and f"layout {summary.layout}")

@@ -281,6 +281,8 @@ class AttemptSummary(msgspec.Struct, frozen=True):
     """Why it ended, such as `completed` or `preempted`; null until that is recorded."""
     events: list[TimelineEvent] = []
     """Its events, oldest first."""
+    reason: str | None = None
+    """Why it ended so, in words; null until that is recorded."""
 
 
 class TimelineEvent(msgspec.Struct, frozen=True):
@@ -409,3 +411,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``cuda`` or ``cpu``, as planned; null without a plan."""
     contract: ContractStatus | None = None
     """The contract of the recipe and the run's progress against it; null if the run's record has none."""
+
+    @property
+    def failure_reason(self) -> str | None:
+        """Why the run failed; None if it did not, or if nothing recorded it."""
+        return self.attempts[-1].reason if self.state == "failed" and self.attempts else None

@@ -10,6 +10,7 @@ import msgspec
 
 from clustertrain.durations import format_duration, format_step_time
 from clustertrain.plan.layout import pluralize
+from clustertrain.printable import printable
 from clustertrain.report import insights, status, terminal
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_mean
 from clustertrain.report.html.notes import Linker, Piece
@@ -77,7 +78,8 @@ class TimeSpan(msgspec.Struct, frozen=True):
 def build_summary(summary: Summary) -> PageSummary:
     ratio = summary.goodput.ratio if summary.goodput and summary.goodput.wall_s > 0 else None
     severities = {i.severity for i in summary.insights}
-    verdict_tone = next((s for s in ("critical", "warning") if s in severities), "good")
+    good = "warning" if insights.is_unrecorded(summary.insights) else "good"
+    verdict_tone = next((s for s in ("critical", "warning") if s in severities), good)
     return PageSummary(
         state_tone=_STATE_TONES.get(summary.state or "", "critical"),
         verdict=_verdict(summary),
@@ -158,6 +160,7 @@ def _header_rows(summary: Summary) -> list[tuple[str, str | TimeSpan]]:
     nodes = {h.node for h in summary.hosts} | {g.node for g in summary.gpus}
     allocation = f"{pluralize(len(nodes), 'node')}, {pluralize(len(summary.gpus), 'GPU')} allocated"
     rows: list[tuple[str, str | TimeSpan]] = [
+        ("Failed", printable(summary.failure_reason or "")),
         ("Job", ", ".join(jobs) or summary.job_id or ""),
         ("User", summary.user or ""),
         ("Where", allocation + (f" ({names})" if names else "")),

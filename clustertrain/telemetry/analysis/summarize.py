@@ -252,6 +252,7 @@ def _summarize_attempt(
         stored.end,
         stored.ending,
         timeline_events.timeline_from_events(log),
+        stored.reason,
     )
 
 

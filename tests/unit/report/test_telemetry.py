@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from clustertrain.report import gpu_table, telemetry, terminal
+from clustertrain.report.html.facts import build_summary
 from clustertrain.telemetry.analysis.summarize import summarize
 from clustertrain.telemetry.insights import build_insights
 from clustertrain.telemetry.report_schema import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, busy, event, gpu, new_attempt, new_run, record
+from tests.unit.telemetry.summaries import replace
 
 
 def render_text(summary: Summary, width: int) -> str:
@@ -121,10 +123,23 @@ def test_healthy_run_has_no_problem_and_ends_with_its_notes(tmp_path: Path) -> N
     assert text.startswith("No problem found\n")
 
 
+def test_failed_run_says_why(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    record(new_attempt(run), [(gpu(0), busy(0.9))])
+    summary = summarize(run)
+    attempts = [replace(summary.attempts[0], reason="rank 3 on n1: CUDA out of memory\x1b[31m")]
+    failed = replace(summary, state="failed", attempts=attempts)
+    expected = "rank 3 on n1: CUDA out of memory\\x1b[31m"
+    assert f"Failed    {expected}\n" in render_text(failed, 80)
+    assert ("Failed", expected) in build_summary(failed).rows
+    assert "Failed" not in render_text(replace(failed, state="completed"), 80)
+
+
 def test_attempt_without_a_recording_is_not_called_free_of_problems(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     new_attempt(run)
     assert render_text(summarize(run), 80).startswith("Nothing was recorded\n")
+    assert build_summary(summarize(run)).verdict_tone == "warning"
 
 
 def test_brief_report_has_no_tables(tmp_path: Path) -> None:
