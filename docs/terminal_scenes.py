@@ -41,6 +41,7 @@ SHEETS: Mapping[str, tuple[str, ...]] = {
         "clustertrain recipe explain optim.lr",
         "clustertrain recipe explain checkpoint",
         "clustertrain recipe schema | head -n 8",
+        "clustertrain recipe show | head -n 12",
     ),
     "runs": (
         "clustertrain list",
@@ -216,6 +217,7 @@ def prepare_runs(home: Path) -> None:
     for k, node in enumerate(nodes):
         live_runs.record(live, node, now, first=8 * k, seconds=600, change=_make_sick)
     _write_log(live, now)
+    _raise_alert(live, now)
     failed = _new_run(home, FAILED, "local-2", now - 4000)
     live_runs.begin(failed, now - 3600, ["a", "b"], steps=320, total=600)
     _set_job(failed, "local-2")
@@ -251,6 +253,14 @@ def _make_sick(node: str, second: int, values: dict[str, float]) -> None:
             values |= {k: math.nan for k in values if k.startswith("gpu3.")}
     if node == "gpu-node-02":
         values |= {"gpu4.temperature_c": 84.0, "gpu5.utilization": 0.79}
+
+
+def _raise_alert(run: RunDir, now: float) -> None:
+    alert = {"code": "throttled", "severity": "warning", "state": "raised", "node": "gpu-node-01", "rank": 9}
+    text = "GPU 1 of gpu-node-01 throttles: heat lowers its clock to 1,200 MHz; it is at 91 °C"
+    log = fsio.JsonlAppender(run.attempt(1).events_path("agent-gpu-node-01"))
+    log.append({"t": now - 200, "event": "alert", "text": text, **alert})
+    log.close()
 
 
 def _write_log(run: RunDir, now: float) -> None:
