@@ -174,10 +174,11 @@ def profile(name: str | None, force: bool, setup: tuple[str, ...], **options: An
     text = new_profile.format_profile(new_profile.SiteAnswers(**known), name)
     profile_file.write(path, text)
     click.echo(f"wrote {path}; next:")
+    gpus = known.get("gpus_per_node") or 8
     _echo_next(
         {
             f"clustertrain cluster detect {name}": "add what Slurm knows, on a login node",
-            f"clustertrain plan --cluster {name} --nodes 2 --gpus 8": "what submit would choose",
+            f"clustertrain plan --cluster {name} --nodes 2 --gpus {gpus}": "what submit would choose",
             f"export {settings.CLUSTER}={name}": "use it without --cluster",
         }
     )

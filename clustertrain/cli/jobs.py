@@ -62,7 +62,7 @@ def list_(
     same_as: str | None,
     as_json: bool,
 ) -> None:
-    """List your runs, newest first; in a home that several users share, also theirs that you may read.
+    """List your runs, newest first; in a home that several users share, those of others too, if you may read them.
 
     \b
     clustertrain list --state failed --since 7d

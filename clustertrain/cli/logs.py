@@ -72,6 +72,8 @@ def logs(
         raise UsageError(
             "--errors prints no log, so -f, -n, --grep, --since and --raw do not apply", fix="leave them out"
         )
+    if job and attempt is not None:
+        raise UsageError("--job: the job has one log for all attempts", fix="leave out --attempt")
     if raw and sys.stdout.isatty():
         raise UsageError(
             "--raw: the terminal would interpret control characters in the log",
@@ -228,7 +230,7 @@ def _no_output_reason(run: RunDir, selection: LogSelection) -> str:
     if not numbers:
         return f"{run.id} has not printed anything yet"
     if selection.job:
-        return f"the job of {run.id} has printed nothing{'' if attempt is None else f' in attempt {attempt}'}"
+        return f"the job of {run.id} has printed nothing"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
     if node is not None:

@@ -72,9 +72,10 @@ def _upload(run: RunDir, url: str) -> None:
         write_report_page(run, page)
         try:
             target.write_bytes(page.read_bytes())
-        except OSError as e:
+        except (OSError, NotImplementedError) as e:
+            reason = getattr(e, "strerror", None) or "this storage cannot be written"
             raise ConfigError(
-                f"{url}: the page cannot be written: {e.strerror}",
+                f"{url}: the page cannot be written: {reason}",
                 fix="check the URL, and your credentials for the store",
             ) from e
     click.echo(url)

@@ -165,10 +165,11 @@ def format_verdict(prepared: PreparedRun) -> str:
 
 def _format_peak(memory: MemoryEstimate) -> list[str]:
     """Return the memory of a rank, or as much of it as is known."""
-    from clustertrain.plan.layout import format_gib
+    from clustertrain.plan.layout import format_gib, format_number
 
     if memory.peak_gib is not None and memory.capacity_gib is not None:
-        return [f"{memory.peak_gib:.3g} of {memory.capacity_gib:g} GiB{'' if memory.fits else ', DOES NOT FIT'}"]
+        fit = "" if memory.fits else ", DOES NOT FIT"
+        return [f"{format_number(memory.peak_gib)} of {memory.capacity_gib:g} GiB{fit}"]
     if memory.peak_gib is not None:
         return [f"{format_gib(memory.peak_gib)} per rank"]
     known = [gib for gib in (memory.params_gib, memory.grads_gib, memory.optimizer_gib) if gib is not None]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DELETED_SUFFIX = ".deleted"  # of a run folder that is being deleted; no command lists it
 # A run that the scheduler does not know may run on another cluster with the same home, or be about to be submitted.
 MIN_QUIET_S = 6 * 3600.0
-_HINT = "--checkpoints deletes it too"  # at the end of the reasons that the option removes
+_HINT = "; --checkpoints deletes it too"  # at the end of the reasons that the option removes
 
 
 @click.command()
@@ -56,7 +56,7 @@ def rm(
     runs = find_runs(names) if names else _list_inactive(older_than or "")
     deletable, kept = _select(runs, with_checkpoints=checkpoints)
     if names and kept:  # nothing is deleted if something that was named cannot be
-        reasons = "\n".join(f"{run.id} is kept: {reason}" for run, reason in kept)
+        reasons = "\n".join(f"{run.id} is kept: {reason.removesuffix(_HINT)}" for run, reason in kept)
         fixes = ["add --checkpoints"] if all(reason.endswith(_HINT) for _, reason in kept) else []
         fixes += ["leave out the runs that are kept"] if deletable else []
         raise ClusterTrainError(f"nothing was deleted; {reasons}", fix=", or ".join(fixes) or None)
@@ -195,12 +195,12 @@ def _describe_checkpoint(status: RunStatus) -> str:
     run = status.run
     steps = [] if run.checkpoints.is_symlink() else run.committed_steps()
     if steps:
-        return f"it has a checkpoint of step {steps[-1]}; {_HINT}"
+        return f"it has a checkpoint of step {steps[-1]}{_HINT}"
     if any(a.saved_checkpoint and _is_inside(run, a.newest_checkpoint) for a in status.history):
-        return f"its program has saved checkpoints in it; {_HINT}"
+        return f"its program has saved checkpoints in it{_HINT}"
     # A program may save in the run folder without anybody knowing the names.
     unknown = sorted(path.name for path in run.path.iterdir() if path.name not in _known_names(run))
-    return f"its program has written {', '.join(unknown[:3])} in it; {_HINT}" if unknown else ""
+    return f"its program has written {', '.join(unknown[:3])} in it{_HINT}" if unknown else ""
 
 
 def _is_inside(run: RunDir, path: str | None) -> bool:

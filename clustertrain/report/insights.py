@@ -20,13 +20,18 @@ _MAX_PER_KIND = 3  # insights of one kind that are shown; the others are counted
 _PADDING = (0, 0, 0, 3)
 
 
-def verdict(insights: Sequence[Insight]) -> Text:
-    """Return how many insights need attention, and the worst of them, in one line."""
+def verdict(insights: Sequence[Insight], *, has_failed: bool = False) -> Text:
+    """Return how many insights need attention, and the worst of them, in one line.
+
+    ``has_failed``: the run failed, which its telemetry may not explain.
+    """
     counts = {severity: sum(i.severity == severity for i in insights) for severity in ("critical", "warning")}
     parts = [f"{counts['critical']} critical"] if counts["critical"] else []
     parts += [pluralize(counts["warning"], "warning")] if counts["warning"] else []
     if not parts and is_unrecorded(insights):
         return Text("Nothing was recorded", style="bold yellow")
+    if not parts and has_failed:
+        return Text("The run failed; the telemetry shows no problem", style="bold yellow")
     if not parts:
         return Text("No problem found", style="bold green")
     worst = next(i for i in insights if i.severity == ("critical" if counts["critical"] else "warning"))

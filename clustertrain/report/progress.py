@@ -20,7 +20,7 @@ from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import RunStatus
 from clustertrain.telemetry import findings
 
-METRICS_BYTES, EVENTS_BYTES = 16384, 32768  # read from the end of each file
+METRICS_BYTES, EVENTS_BYTES = 16384, 262_144  # read from the end of each file
 LOG_BYTES, MAX_LINES = 16384, 6  # of the log or traceback of the rank that failed
 
 
@@ -174,7 +174,7 @@ def _read_events(attempt: AttemptDir) -> list[events.Event]:
 
 
 def _find_checkpoint(status: RunStatus) -> tuple[int | None, float | None]:
-    """Return step and time of the newest checkpoint; of a program's own checkpoint only the time."""
+    """Return step and time of the newest checkpoint; only the time of those that ``job.checkpoints`` names."""
     run, committed = status.run, status.run.committed_steps()
     if committed:
         try:

@@ -14,6 +14,7 @@ from clustertrain.printable import printable
 from clustertrain.report import gpu_table, insights, status, terminal, timeline
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_max, stat_mean
 from clustertrain.report.terminal import Glyphs
+from clustertrain.run.state import FAILED
 from clustertrain.run.usage.goodput import Goodput
 from clustertrain.telemetry import findings
 from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingSummary
@@ -41,8 +42,9 @@ def render(
         timeline.render(summary, width, signs, show_all),
         [status.goodput_table(summary.goodput, signs, width)] if _has_ledger(summary) and summary.goodput else [],
     ]
+    verdict = insights.verdict(summary.insights, has_failed=summary.state == FAILED)
     blocks: list[list[RenderableType]] = [
-        [insights.verdict(summary.insights)] if summary.insights or summary.hosts else [],
+        [verdict] if summary.insights or summary.hosts else [],
         [_header(summary, signs)],
         [part for part in (_meters(summary, width, signs), _power_line(summary, signs)) if part is not None],
         notes if is_urgent else [],

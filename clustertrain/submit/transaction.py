@@ -161,8 +161,8 @@ def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
     if snapshot.repository is None and snapshot.size_bytes > LARGE_SNAPSHOT_MIB * 1024**2:
         size = f"{snapshot.size_bytes / 1024**2:.1f} MiB"
         notes.append(
-            f"{size} copied: {snapshot.root} is not a git repository, so the copy has all files beside the script, also"
-            f" {snapshot.largest_file}"
+            f"{size} copied: {snapshot.root} is not a git repository, so the copy has all files beside the script,"
+            f" including {snapshot.largest_file}"
         )
     # File names may contain control characters, which a terminal would interpret.
     return [note if note.isprintable() else ascii(note) for note in notes]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from clustertrain.run import state
 from clustertrain.run.usage.contract_status import ContractStatus
 from clustertrain.run.usage.goodput import Goodput
 
@@ -385,7 +386,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[HostSummary]
     """The nodes, by name; with --gpu, those of the selected GPUs."""
     insights: list[Insight]
-    """Findings, the most severe first."""
+    """Findings, the most severe first; with --gpu, those about the selected GPUs, their ranks and their nodes."""
     state: str | None = None
     """State of the run, such as `running`; without an answer of the scheduler, the ending of the last attempt; null if
     neither is known."""
@@ -405,6 +406,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Files that this user cannot read or that are damaged, each with the reason."""
     enabled: bool = True
     """The recipe enables telemetry."""
+    unrecorded_attempts: list[int] = []
+    """The selected attempts that trained, but of which nothing was recorded."""
     watched: bool = False
     """The job was started without clustertrain, so that nothing of its training is known."""
     device: str | None = None
@@ -415,4 +418,4 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failure_reason(self) -> str | None:
         """Why the run failed; None if it did not, or if nothing recorded it."""
-        return self.attempts[-1].reason if self.state == "failed" and self.attempts else None
+        return self.attempts[-1].reason if self.state == state.FAILED and self.attempts else None

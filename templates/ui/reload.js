@@ -30,7 +30,8 @@ export function watchPage(url, cursor, show) {
 async function fetchPage() {
   try {
     const answer = await fetch(location.href);
-    if (answer.status === 404) location.reload(); // shows which run was deleted
+    // The page says what is wrong: a run was deleted or is damaged. Without a valid token, live.js does.
+    if (answer.status !== 401 && !answer.ok) location.reload();
     return answer.ok ? await answer.text() : null;
   } catch {
     return null; // The connection is lost, which live.js says. The next change loads the page.

@@ -85,8 +85,8 @@ def browser() -> Iterator[Any]:
 Open = Callable[..., Any]
 
 
-def is_error(message: Any, may_be_deleted: bool) -> bool:
-    if may_be_deleted and "404" in message.text:
+def is_error(message: Any, may_fail: bool) -> bool:
+    if may_fail and "server responded with a status of" in message.text:
         return False
     return message.type == "error" and not message.location["url"].endswith(MISSING)
 
@@ -96,12 +96,12 @@ def open_page(browser: Any, server: Server) -> Iterator[Open]:
     """Yield a function that opens a page as a signed-in user and fails the test on any error in it."""
     contexts, errors = [], []
 
-    def open_it(path: str = "/", width: int = 1400, scheme: str = "light", may_be_deleted: bool = False) -> Any:
+    def open_it(path: str = "/", width: int = 1400, scheme: str = "light", may_fail: bool = False) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda e: errors.append(str(e)))
-        page.on("console", lambda m: errors.append(m.text) if is_error(m, may_be_deleted) else None)
+        page.on("console", lambda m: errors.append(m.text) if is_error(m, may_fail) else None)
         page.on("request", lambda r: errors.append(r.url) if not r.url.startswith((server.address, "data:")) else None)
         page.goto(server.url)
         page.wait_for_selector("html[data-ready]")
@@ -198,7 +198,7 @@ def test_comparison_follows_its_runs(open_page: Open, runs: dict[str, RunDir]) -
     growing = ui_home.make_run(
         runs["good"].path.parents[1], NOW, Made("growing", "running", steps=60, total=200, rows=60, telemetry=False), 11
     )
-    page = open_page(f"/compare?run={growing.id}&run={runs['good'].id}", width=600, may_be_deleted=True)
+    page = open_page(f"/compare?run={growing.id}&run={runs['good'].id}", width=600, may_fail=True)
     sync_api.expect(page.locator("#live")).to_have_text("Live")
     figure = page.locator("figure[data-scalar=loss]")
     row = page.locator("#content .compared tbody tr", has=page.get_by_role("link", name=growing.id, exact=True))
@@ -221,6 +221,17 @@ def test_comparison_follows_its_runs(open_page: Open, runs: dict[str, RunDir]) -
     sync_api.expect(page.get_by_role("link", name="validation_loss")).to_be_visible(timeout=10_000)
     shutil.rmtree(growing.path)
     sync_api.expect(page.get_by_text(f"there is no run '{growing.id}'")).to_be_visible(timeout=10_000)
+
+
+def test_comparison_says_that_a_run_was_damaged(open_page: Open, runs: dict[str, RunDir]) -> None:
+    damaged = ui_home.make_run(
+        runs["good"].path.parents[1], NOW, Made("damaged", steps=9, total=9, telemetry=False), 12
+    )
+    page = open_page(f"/compare?run={damaged.id}&run={runs['good'].id}", may_fail=True)
+    sync_api.expect(page.locator("#live")).to_have_text("Live")
+    damaged.spec.write_text("[job")
+    sync_api.expect(page.get_by_text("spec.toml")).to_be_visible(timeout=10_000)
+    shutil.rmtree(damaged.path)
 
 
 def _append(run: RunDir, step: int, **scalars: float) -> None:

@@ -91,7 +91,7 @@ def find_filesystem_class(url: str) -> Any:
     except ImportError as e:
         raise ConfigError(
             f"{url}: the package for {protocol}:// is not installed: {e}",
-            fix=f"{extras.install_command('s3fs')} for s3, otherwise that package; here and where the ranks run",
+            fix=f"{extras.install_command('s3fs')} for s3, otherwise that package, here and where the ranks run",
         ) from e
     except ValueError as e:
         raise ConfigError(

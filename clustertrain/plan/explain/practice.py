@@ -7,7 +7,7 @@ from clustertrain.config.hardware import GpuType
 from clustertrain.config.optimizers import OPTIMIZERS
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.train import Precision
-from clustertrain.plan.layout import pluralize
+from clustertrain.plan.layout import format_number, pluralize
 
 MAX_LR_FACTOR = 10  # beyond the usual range
 USUAL_WARMUP_SHARE, USUAL_WARMUP_STEPS = 0.01, 1000  # a language model usually has one of them or more
@@ -69,6 +69,6 @@ def lost_time_warnings(checkpoint: CheckpointSpec, step_s: float | None, steps: 
     if lost_s <= MAX_LOST_S:
         return []
     return [
-        f"checkpoint.every = {checkpoint.every} steps of {step_s:.3g} s: a failure loses up to {lost_s / 60:.0f}"
-        " minutes of training; checkpoint.every = 'auto' or '30min' bounds this"
+        f"checkpoint.every = {checkpoint.every} steps of {format_number(step_s)} s: a failure loses up to"
+        f" {lost_s / 60:.0f} minutes of training; checkpoint.every = 'auto' or '30min' bounds this"
     ]

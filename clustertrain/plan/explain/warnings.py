@@ -10,7 +10,7 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.layout import Batch, Layout, pluralize
+from clustertrain.plan.layout import Batch, Layout, format_number, pluralize
 
 
 def layout_warnings(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
@@ -209,6 +209,6 @@ def budget_warnings(contract: ContractSpec, step_s: float | None, steps: int, ra
     fraction = min(getattr(contract, name) / n for name, n in exceeded.items())
     action = "the run stops" if contract.on_budget_spent == "stop" else "there is a warning"
     return [
-        f"{steps} steps of {step_s:.3g} s on {pluralize(ranks, 'rank')} need more than {limits}: {action} at about step"
-        f" {int(fraction * steps)}, sooner with start-up, evaluations and checkpoints"
+        f"{steps} steps of {format_number(step_s)} s on {pluralize(ranks, 'rank')} need more than {limits}: {action} at"
+        f" about step {int(fraction * steps)}, sooner with start-up, evaluations and checkpoints"
     ]

@@ -92,7 +92,7 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Time for the remaining steps at the recent rate, with checkpoints and evaluations, seconds; null unless the run
     is running and `total_steps` and `step_s` are known."""
     checkpoint_step: int | None
-    """Step of the newest committed checkpoint; null without one, and for checkpoints of a program."""
+    """Step of the newest committed checkpoint; null without one, and for those that `job.checkpoints` names."""
     checkpoint_t: float | None
     """When the newest checkpoint was committed; null without one."""
     failure: Failure | None

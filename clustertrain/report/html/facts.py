@@ -15,6 +15,7 @@ from clustertrain.report import insights, status, terminal
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_mean
 from clustertrain.report.html.notes import Linker, Piece
 from clustertrain.report.terminal import UNICODE
+from clustertrain.run.state import FAILED
 from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.telemetry import findings
 from clustertrain.telemetry.findings import LOW_UTILIZATION
@@ -78,7 +79,7 @@ class TimeSpan(msgspec.Struct, frozen=True):
 def build_summary(summary: Summary) -> PageSummary:
     ratio = summary.goodput.ratio if summary.goodput and summary.goodput.wall_s > 0 else None
     severities = {i.severity for i in summary.insights}
-    good = "warning" if insights.is_unrecorded(summary.insights) else "good"
+    good = "warning" if summary.state == FAILED or insights.is_unrecorded(summary.insights) else "good"
     verdict_tone = next((s for s in ("critical", "warning") if s in severities), good)
     return PageSummary(
         state_tone=_STATE_TONES.get(summary.state or "", "critical"),
@@ -98,7 +99,7 @@ def _verdict(summary: Summary) -> list[Piece]:
     worst = summary.insights[0] if summary.insights else None  # the most severe comes first
     linker = Linker(summary.gpus)
     gpu = linker.find(worst.node, worst.uuid, worst.rank) if worst is not None else None
-    return linker.split(insights.verdict(summary.insights).plain, gpu)
+    return linker.split(insights.verdict(summary.insights, has_failed=summary.state == FAILED).plain, gpu)
 
 
 # As in the terminal: clustertrain.report.status.STATE_STYLES.

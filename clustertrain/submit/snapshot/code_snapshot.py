@@ -32,8 +32,8 @@ _NO_REPOSITORY = ("not a git repository", "must be run in a work tree", "cannot 
 _FIX = "add files that are not code to .gitignore, or move the script to a folder of its own"
 # Only git reads .gitignore.
 _FIX_WITHOUT_GIT = (
-    "the folder is not a git repository, so all files beside the script are copied: move the script to a folder of its"
-    " own, or run `git init` there and add files that are not code to .gitignore"
+    "the folder is not a git repository, so all files beside the script are copied: run `git init` in it and add files"
+    " that are not code to .gitignore, or move the script to a folder of its own"
 )
 _SKIPPED_FOLDERS = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache",

@@ -35,6 +35,7 @@ from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
+    Insight,
     Summary,
     Waste,
     XidRecord,
@@ -147,7 +148,8 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
     plan = _load_plan_info(run)
     goodput = _goodput(run, history, request, cutoff)
     energy = _total_energy(gpus, owned, records, request.gpu)
-    if not {p.attempt for p in records} >= {n for n, log in logs.items() if events.find_last(log, "first_step")}:
+    unrecorded = _find_unrecorded(records, logs, history, cutoff)
+    if unrecorded:
         energy = energy._replace(is_complete=False)
     summary = Summary(
         run=run.id,
@@ -169,6 +171,7 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
         goodput=goodput,
         contract=request.contract or contract_status.load_contract_status(run, history, None),
         waste=_waste(gpus, owned, goodput),
+        unrecorded_attempts=unrecorded,
         read_errors=[
             *([spec_error] if spec_error else []),
             *attempts.list_read_errors(run, history),
@@ -176,9 +179,39 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
             *(p.read_error for p in records if p.read_error),
         ],
     )
-    return msgspec.structs.replace(
-        summary, insights=insights.build_insights(summary, [e for log in logs.values() for e in log])
-    )
+    if request.gpu is None:
+        found = insights.build_insights(summary, [e for log in logs.values() for e in log])
+    else:  # a GPU is judged beside all others
+        whole = summarize(run, request._replace(gpu=None))
+        found = [insight for insight in whole.insights if _is_about(insight, summary)]
+    return msgspec.structs.replace(summary, insights=found)
+
+
+def _is_about(insight: Insight, summary: Summary) -> bool:
+    """Return whether an insight is about one of the summary's GPUs, their ranks, or their nodes as a whole."""
+    if insight.uuid is not None:
+        return any((g.node, g.uuid) == (insight.node, insight.uuid) for g in summary.gpus)
+    if insight.rank is not None:
+        return any(insight.rank in g.ranks for g in summary.gpus)
+    return any(h.node == insight.node for h in summary.hosts)
+
+
+def _find_unrecorded(
+    records: Sequence[NodeRecord],
+    logs: Mapping[int, list[events.Event]],
+    history: Sequence[Attempt],
+    cutoff: float | None,
+) -> list[int]:
+    """Return the attempts that trained after the cutoff, but of which there is no record."""
+    recorded = {p.attempt for p in records}
+    ends = {a.n: a.end for a in history}
+    return [
+        n
+        for n, log in logs.items()
+        if n not in recorded
+        and events.find_last(log, "first_step")
+        and (cutoff is None or (end := ends.get(n)) is None or end > cutoff)
+    ]
 
 
 def _goodput(run: RunDir, history: Sequence[Attempt], request: SummaryRequest, cutoff: float | None) -> Goodput:

@@ -46,11 +46,11 @@ def _no_telemetry(job: JobContext) -> Iterable[Insight]:
 
 def _unrecorded_attempts(job: JobContext) -> Iterable[Insight]:
     summary = job.summary
-    missing = [str(a.n) for a in summary.attempts if not a.nodes and any(e.kind == "first_step" for e in a.events)]
+    missing = list(map(str, summary.unrecorded_attempts))
     if summary.hosts and summary.enabled and missing:
         attempts = f"attempt{'s' * (len(missing) > 1)} {', '.join(missing)}"
         text = f"{attempts} trained, but recorded nothing: figures of GPUs and hosts cover the others"
-        fix = f"check `clustertrain logs {summary.run} --attempt {missing[-1]} --job`"
+        fix = f"check `clustertrain logs {summary.run} --job` for the messages of the agents"
         yield Insight(severity=WARNING, code="no_telemetry", text=text, fix=fix)
 
 

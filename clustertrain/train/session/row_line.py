@@ -101,7 +101,7 @@ class RowLine:
         return mean
 
     def _increase(self, row: Mapping[str, Any], name: str) -> float | None:
-        """Return by how much a total has grown since the last printed row; None if that is unknown or not positive."""
+        """Return by how much a total has grown since the last printed row; None if that is unknown or negative."""
         before, now = _as_number(self._previous.get(name)), _as_number(row.get(name))
         return now - before if before is not None and now is not None and now >= before else None
 

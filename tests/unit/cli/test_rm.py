@@ -81,7 +81,7 @@ def test_running_run_is_refused_with_all_others(home: Path) -> None:
 def test_checkpoint_is_deleted_only_on_request(home: Path) -> None:
     run = new_run(home, "net-abc234", checkpoint=True)
     error = call(run.id, "--yes").exception
-    assert isinstance(error, ClusterTrainError) and "it has a checkpoint of step 10; --checkpoints" in str(error)
+    assert isinstance(error, ClusterTrainError) and error.message.endswith("is kept: it has a checkpoint of step 10")
     assert error.fix == "add --checkpoints"
     dry = call(run.id, "--checkpoints", "--dry-run", "--json")
     (row,) = json.loads(dry.stdout)["runs"]

@@ -300,7 +300,7 @@ def test_large_copy_outside_git_is_noted(tmp_path: Path) -> None:
     snapshot, _ = take(script, tmp_path)
     assert transaction.snapshot_notes(snapshot) == []
     (note,) = transaction.snapshot_notes(dataclasses.replace(snapshot, size_bytes=59 * 1024**2))
-    assert note.startswith("59.0 MiB copied: ") and note.endswith("also ckpt/step-50.pt")
+    assert note.startswith("59.0 MiB copied: ") and note.endswith("including ckpt/step-50.pt")
 
 
 def test_too_many_files_are_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -395,6 +395,31 @@ def test_attempt_without_recording_is_reported_and_hides_the_energy_per_token(ru
     only_recorded = summarize(run, SummaryRequest(attempt=2))
     assert only_recorded.training is not None and only_recorded.training.joules_per_token is not None
     assert "no_telemetry" not in codes(only_recorded)
+    assert summary.unrecorded_attempts == [1] and only_recorded.unrecorded_attempts == []
+
+
+def test_attempt_before_the_selected_time_is_not_called_unrecorded(run: RunDir) -> None:
+    for n in (1, 2):
+        start = T0 + 1000 * n
+        attempt = new_attempt(run, n)
+        event(attempt, "started", "n1", start)
+        event(attempt, "first_step", "n1", start + 1, step=1, total=100)
+        with_steps(run, n, start, 100)
+        record(attempt, [(gpu(0), busy())], start=start, seconds=101)
+        event(attempt, "ended", "n1", start + 101, ending="preempted")
+    summary = summarize(run, SummaryRequest(since_s=20))
+    assert summary.unrecorded_attempts == [] and "no_telemetry" not in codes(summary)
+    assert summary.training is not None and summary.training.joules_per_token is not None
+
+
+def test_gpu_is_judged_beside_all_others(run: RunDir) -> None:
+    def hot(s: int) -> Row:
+        return [0.9, GIB, 400.0, 90, 1200, 2619, 400.0 * s]
+
+    record(new_attempt(run), [(gpu(i), busy(0.9)) for i in range(3)] + [(gpu(3), hot), (gpu(4), busy(0.0))])
+    whole, only = summarize(run), summarize(run, SummaryRequest(gpu="4"))
+    assert [g.index for g in only.gpus] == [4]
+    assert only.insights == [i for i in whole.insights if i.uuid == only.gpus[0].uuid] != []
 
 
 def test_waste_of_selected_part(run: RunDir) -> None:
