@@ -412,3 +412,5 @@ def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:
         return
     for folder in deleted:
         click.echo(f"{'would delete' if dry_run else 'deleted'} {folder}")
+    if not deleted:
+        click.echo("no checkpoint to delete", err=True)
