@@ -113,7 +113,7 @@ SHEETS: Mapping[str, tuple[str, ...]] = {
         "clustertrain submit --backend local --gpus 2 train.py --steps 10000000",
         "sleep 20  # until it trains",
         "clustertrain exec latest -- hostname",
-        "clustertrain shell latest | KEYS echo\\x20$CLUSTERTRAIN_RUN_DIR\\r exit\\r",
+        "clustertrain shell latest | KEYS pwd\\r exit\\r",
         "clustertrain requeue latest",
         "clustertrain rm latest",
         "clustertrain cancel latest",
