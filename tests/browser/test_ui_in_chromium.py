@@ -262,6 +262,7 @@ def test_usage_loads_again_after_a_lost_connection_and_after_a_page_without_cont
     errors: list[str] = []
     page.on("pageerror", lambda e: errors.append(str(e)))
     page.goto(server.url)
+    page.wait_for_selector("html[data-ready]")
     address = f"{server.address}/usage"
     page.goto(address)
     sync_api.expect(page.locator("#live")).to_have_text("Live")

@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
-from multiprocessing import resource_tracker
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -53,11 +51,9 @@ def work(is_ready: Event) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
+# Not for the slow lane: a test there ends all children of its process, the fork server of multiprocessing included.
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_worker_obeys_its_rank_only(method: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a test before this one may have ended all children of this process
-        resource_tracker.ensure_running()
     context: Any = multiprocessing.get_context(method)
     is_ready = context.Event()
     worker = context.Process(target=work, args=(is_ready,), daemon=True)
