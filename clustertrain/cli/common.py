@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clustertrain import clock
-from clustertrain.cli.completion import complete_runs
+from clustertrain.cli.completion import complete_keys, complete_runs
 from clustertrain.errors import AmbiguousName, NotFound
 from clustertrain.printable import printable, printable_json
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 run_argument = click.argument("name", metavar="[RUN]", default="latest", shell_complete=complete_runs)
 # No default: these commands cannot be undone.
 required_run_argument = click.argument("name", metavar="RUN", shell_complete=complete_runs)
+set_option = click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY.PATH=VALUE",
+    help="Set a recipe key.",
+    shell_complete=complete_keys,
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 

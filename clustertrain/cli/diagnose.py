@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clustertrain.cli.common import json_option, print_json
-from clustertrain.cli.completion import complete_checks, complete_keys
+from clustertrain.cli.common import json_option, print_json, set_option
+from clustertrain.cli.completion import complete_checks
 from clustertrain.errors import EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY.PATH=VALUE",
-    help="Set a recipe key.",
-    shell_complete=complete_keys,
-)
+@set_option
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -62,7 +62,7 @@ def list_(
     same_as: str | None,
     as_json: bool,
 ) -> None:
-    """List your runs, newest first; in a home that several users share, those of others too, if you may read them.
+    """List your runs, newest first, and in a shared home those of other users that you may read.
 
     \b
     clustertrain list --state failed --since 7d

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clustertrain.cli.common import json_option, print_formatted, print_json
+from clustertrain.cli.common import json_option, print_formatted, print_json, set_option
 from clustertrain.cli.completion import complete_keys
 from clustertrain.errors import NotFound, UsageError
 
@@ -74,14 +74,7 @@ def schema() -> None:
 
 @recipe.command(short_help="Show every key of a recipe with its value.")
 @click.argument("file", metavar="[RECIPE.toml]", default="")
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY.PATH=VALUE",
-    help="Set a recipe key.",
-    shell_complete=complete_keys,
-)
+@set_option
 def show(file: str, assignments: tuple[str, ...]) -> None:
     """Show every key of RECIPE.toml with the value that a run gets: as TOML, with where it comes from.
 
